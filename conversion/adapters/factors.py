@@ -91,8 +91,8 @@ def to_bridge(
     known = {module for target in targets for module in target.modules}
     if unsupported := sorted(adapters.keys() - known):
         raise UnsupportedError(
-            f"Megatron-Bridge has no adapters for {', '.join(unsupported[:5])}; it supports query, key, value and output "
-            "projections and dense MLPs. Merge the adapter into the base model and convert the merged model."
+            f"Megatron-Bridge has no adapters for {', '.join(unsupported[:5])}; it supports query, key, value and "
+            "output projections and dense MLPs. Merge the adapter into the base model and convert the merged model."
         )
     megatron_adapters: dict[str, LowRank] = {}
     for target in targets:

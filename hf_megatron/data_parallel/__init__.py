@@ -1,1 +1,1 @@
-"""Gradients across ranks: their norm and clipping."""
+"""Data parallelism: gradient reduction, ZeRO sharding, optimizers, gradient norms, and checks of training loops."""

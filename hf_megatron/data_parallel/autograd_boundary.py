@@ -1,7 +1,7 @@
-"""Where autograd's graph of a data parallel model begins and ends: trained inputs, and who asks for gradients.
+"""Boundary of a data-parallel model's autograd graph: trained inputs, outputs, and partial backwards.
 
-Gradients of parameters are averages over the dp ranks, which every rank's loss carries as a factor. Nothing averages
-the gradient of an input, and nothing reduces what `torch.autograd.grad` returns or a hook of the loop's sees.
+The reducer averages parameter gradients over the dp ranks, so every rank's loss is multiplied by `dp_size`. Gradients
+that are not reduced keep this factor: input gradients, results of `torch.autograd.grad`, and what user hooks see.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -16,29 +16,30 @@ from ..errors import UnsupportedError
 
 
 def reject_hooks(parameters: Iterable[nn.Parameter], num_internal_hooks: int, name_of: Callable) -> None:
-    """Raises `UnsupportedError` for a hook of the loop's on a parameter's gradient, which is not complete there.
+    """Raises `UnsupportedError` for a user hook on a parameter's gradient, which is not reduced yet when it runs.
 
     Args:
-        num_internal_hooks (`int`): hooks that this library has on a parameter.
+        own (`int`): number of hooks that this library has registered on a parameter.
         name_of (`Callable`): parameter -> its name.
     """
     for parameter in parameters:
         after = parameter._post_accumulate_grad_hooks
         if parameter._backward_hooks or (after and len(after) > num_internal_hooks):
             raise UnsupportedError(
-                f"A hook on the gradient of {name_of(parameter)}: with dp_size or cp_size > 1 hooks see a part "
-                "of the gradient. Remove it, and change or read `parameter.grad` between backward() and step()."
+                f"A hook on the gradient of {name_of(parameter)} is not supported: with dp_size or cp_size > 1 it sees "
+                "the gradient before it is reduced. Remove it, and read or change `parameter.grad` between backward() "
+                "and step()."
             )
 
 
 @dataclass
 class ForwardStatus:
-    """What is known of the autograd graph that a model's forwards build.
+    """State of the autograd graph that a model's forwards build.
 
     Attributes:
-        is_running: inside a forward that records gradients.
-        is_unknown: the leaves of such a forward's graph were not checked yet.
-        was_differentiated: a backward since the last forward checked them.
+        is_running: whether a forward that records gradients is running.
+        is_unknown: whether the leaves of the forward's graph still have to be checked.
+        was_differentiated: whether a backward since the last forward has checked them.
         forward_hooks: fingerprint of the modules' forward hooks; -1 before the first forward.
     """
 
@@ -48,14 +49,14 @@ class ForwardStatus:
     forward_hooks: int = -1
 
     def begin(self, forward_hooks: int) -> None:
-        """Starts a forward; new forward hooks may have brought new leaves."""
+        """Starts a forward; its leaves are checked again if the forward hooks changed, which may add leaves."""
         self.is_unknown = self.forward_hooks != forward_hooks or (self.is_unknown and not self.was_differentiated)
         self.forward_hooks = forward_hooks
         self.is_running, self.was_differentiated = True, False
 
 
 class _OfThisRank(torch.autograd.Function):
-    """Identity whose backward takes out what losses are multiplied by because gradients are averaged over ranks."""
+    """Identity whose backward divides by the number of ranks, undoing the factor on losses of averaged gradients."""
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, ranks: int) -> Tensor:
@@ -70,10 +71,14 @@ class _OfThisRank(torch.autograd.Function):
 def with_trained_inputs(
     args: tuple, kwargs: dict[str, Any], ranks: int, is_own: Callable[[Tensor], bool]
 ) -> tuple[tuple, dict[str, Any]] | None:
-    """Gives input tensors that require a gradient that of one process; `None` where there are none.
+    """Returns the arguments with trained inputs (of any shape) whose gradients match the single-process run.
+
+    Returns:
+        `(args, kwargs)`, or `None` if no input requires a gradient.
 
     Raises:
-        UnsupportedError: an input was computed from leaves that are not the model's parameters: nobody reduces them.
+        UnsupportedError: if an input was computed from leaves other than the model's parameters, whose gradients are
+            not reduced.
     """
     if not any(isinstance(value, Tensor) and value.requires_grad for value in (*args, *kwargs.values())):
         return None
@@ -82,6 +87,7 @@ def with_trained_inputs(
         if not isinstance(value, Tensor) or not value.requires_grad:
             return value
         if value.is_leaf:
+            # The backward divides by `ranks`: an input's gradient is local and is not averaged.
             return _OfThisRank.apply(value, ranks)
         if not all(is_own(leaf) for leaf in walk([value.grad_fn])[0]):
             raise UnsupportedError(
@@ -95,27 +101,34 @@ def with_trained_inputs(
 
 
 class _Watched(torch.autograd.Function):
+    # Identity on a model output that calls `check` at the start of its backward.
     @staticmethod
     def forward(ctx: Any, value: Tensor, anchor: Tensor, check: Callable[[Any], None], *alongside: Tensor) -> Tensor:
         ctx.check, ctx.alongside = check, len(alongside)
-        # Loops scale losses in place, which a view of a node of ours would not take.
+        # Training loops scale a scalar loss in place, which autograd rejects for a view returned by a custom function.
         return value.view_as(value) if value.dim() else value.clone()
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        # Runs before any gradient is computed inside the model: `check` raises, or prepares the reducer.
         ctx.check(ctx)
+        # `anchor` and `alongside` are graph edges only and receive no gradient from here.
         return gradient, None, None, *(None for _ in range(ctx.alongside))
 
 
-# Where the graph of what a model computed begins: what it returned, and inputs whose gradient is of this rank alone.
+# Autograd nodes at the ends of a model call: its outputs, and inputs whose gradient is rank-local.
 LEAVING: tuple[type, ...] = (backward_node(_Watched),)
 STOPPED: tuple[type, ...] = (backward_node(_OfThisRank),)
-# Attribute of a tensor that got a gradient inside a model, and is none of its parameters.
+# Attribute of a tensor that received a gradient inside a model without being one of its parameters.
 UNREDUCED = "_hf_megatron_unreduced"
 
 
 def walk(nodes: list[Any], stop_at: tuple[type, ...] = ()) -> tuple[list[Tensor], list[Any]]:
-    """Lists the leaves behind nodes of autograd's graph, and the nodes of some classes, which nothing behind is of."""
+    """Walks autograd's graph from `nodes` towards its leaves.
+
+    Returns:
+        the leaves that were reached, of any shape, and the nodes of the classes `stop_at`, where the walk ends.
+    """
     leaves, stopped, left, seen = [], [], list(nodes), {None}
     while left:
         node = left.pop()
@@ -125,6 +138,7 @@ def walk(nodes: list[Any], stop_at: tuple[type, ...] = ()) -> tuple[list[Tensor]
         if isinstance(node, stop_at):
             stopped.append(node)
         elif isinstance(leaf := getattr(node, "variable", None), Tensor):
+            # Only `AccumulateGrad` nodes have `variable`: the leaf that they add the gradient to.
             leaves.append(leaf)
         else:
             left += [following for following, _ in node.next_functions]
@@ -132,45 +146,47 @@ def walk(nodes: list[Any], stop_at: tuple[type, ...] = ()) -> tuple[list[Tensor]
 
 
 def reject_untracked(leaves: Iterable[Tensor]) -> None:
-    """Raises `UnsupportedError` if there is a trained tensor, of any shape, that is no parameter of a model's."""
+    """Raises `UnsupportedError` for the first of these trained tensors of any shape, which belong to no model."""
     if (leaf := next(iter(leaves), None)) is not None:
         raise UnsupportedError(
-            f"A trained tensor of shape {tuple(leaf.shape)} beside, behind or inside a data parallel model is not one "
-            "of its parameters: its gradient would not be reduced. Make it a parameter of the model before "
-            "prepare_optimizer(...), freeze it, or train with dp_size=1."
+            f"A trained tensor of shape {tuple(leaf.shape)} is used with a data parallel model but is not one of its "
+            "parameters: its gradient would not be reduced. Make it a parameter of the model before "
+            "prepare_optimizer(...), freeze it, or train with dp_size=1 and cp_size=1."
         )
 
 
 class LateOutput:
-    """What a model returns in place of a tensor that is computed once somebody reads it.
+    """Lazy model output: placeholder for a tensor that is computed when it is first read.
 
     Attributes:
-        leaving: what that tensor, of any shape, passes then, as those do that a model returns.
+        leaving: applied to the computed tensor, of any shape; marks it for backward like the other outputs.
     """
 
     leaving: Callable[[Tensor], Tensor] | None = None
 
 
 class GradientWatch:
-    """Notices a `torch.autograd.grad` of a model's outputs by its parameters.
+    """Detects `torch.autograd.grad` calls that differentiate a model's outputs by its parameters.
 
-    A leaf that nobody asks for hangs beside the outputs: autograd reaches it in every `backward()`, and not otherwise.
+    An additional leaf, the anchor, is attached to the outputs: `backward()` always reaches it, while
+    `torch.autograd.grad` and `backward(inputs=...)` do not, because it is never among their inputs.
     """
 
     def __init__(self) -> None:
-        # Without entries: nobody trains it.
+        # Shape `[0]`: it is not a trained tensor.
         self._anchor = torch.zeros(0, requires_grad=True)
         self._node = accumulator(self._anchor)
 
     def over(
         self, output: Any, begin: Callable[[], None], reject: Callable[[Any], None], alongside: Sequence[Tensor] = ()
     ) -> Any:
-        """Returns what a model returned, tensors of any shape, whose backward calls one of two functions.
+        """Returns a model's output, tensors of any shape, whose backward calls `begin` or `reject`.
 
         Args:
-            begin (`Callable`): of a backward that runs all of the graph.
-            reject (`Callable`): of one that somebody asks for some gradients, with the node where the graph begins.
-            alongside (`Sequence[Tensor]`): leaves of any shape that lead here too, and get no gradient from here.
+            begin (`Callable`): called by a `backward()` that runs the full graph.
+            reject (`Callable`): called with the output's node by a backward that returns some gradients only.
+            alongside (`Sequence[Tensor]`): further leaves of any shape to connect to the outputs; they get no gradient
+                from here.
         """
 
         def checked(node: Any) -> None:
@@ -195,19 +211,23 @@ class GradientWatch:
 
 
 def reject_partial_backward(parameters: Iterable[nn.Parameter], node: Any, *, are_sharded: bool) -> None:
-    """Raises `UnsupportedError` inside a backward that hands out gradients of others than trained inputs.
+    """Raises `UnsupportedError` in a partial backward that returns gradients of anything but trained inputs.
 
     Args:
-        node: where the model's graph begins.
+        node: autograd node of the model's output.
+        are_sharded (`bool`): whether FSDP2 shards the parameters: the graph does not lead to them then, so the
+            gradients that were asked for are not known.
     """
     if are_sharded or any(is_asked_for(parameter) for parameter in parameters if parameter.requires_grad):
         raise UnsupportedError(
-            "torch.autograd.grad by parameters of a data parallel model: its gradients would be those of this rank's "
-            "rows. Call loss.backward() and read `parameter.grad`."
+            "torch.autograd.grad with respect to parameters of a data parallel model is not supported: its gradients "
+            "would cover the samples of this rank only. Call loss.backward() and read `parameter.grad`."
         )
+    # Gradients of trained inputs are rank-local and correct: `_OfThisRank` has removed the factor.
     entering = walk([node], STOPPED)[1]
     if not any(is_asked_for(leaf) for leaf in walk(entering)[0]):
         raise UnsupportedError(
-            "torch.autograd.grad by an activation of a data parallel model: its gradient would be that of this rank's "
-            "rows, times dp_size. Ask for gradients of inputs, or train with dp_size=1."
+            "torch.autograd.grad with respect to an activation of a data parallel model is not supported: its gradient "
+            "would cover the samples of this rank only, times dp_size. Compute gradients of inputs instead, or train "
+            "with dp_size=1 and cp_size=1."
         )

@@ -1,4 +1,4 @@
-"""Data parallelism as one of a model's axes."""
+"""Data-parallel axis: installs the gradient engine, or FSDP2 for ZeRO stage 3."""
 
 from typing import Any
 
@@ -11,19 +11,19 @@ NAME = "dp"
 
 
 def place(model: Any, state: ParallelState) -> None:
-    """Gradients are averaged over dp whatever a claim says of other axes: nothing is placed."""
+    """Does nothing: data parallelism does not change parameter shardings at planning."""
 
 
 def install(model: Any, state: ParallelState) -> None:
-    """Shares out gradients, or the weights themselves, over the data parallel ranks."""
+    """Attaches the data-parallel engine; in ZeRO stage 3 FSDP2 shards the weights over the dp ranks first."""
     if state.shards_weights:
         name = type(model).__name__
-        # First of all axes, so that FSDP2's hooks lie inside those that move activations between ranks.
+        # Runs before all other axes, so that FSDP2's hooks are inside those that move activations between ranks.
         shard_weights(model, state, [] if state.cut is None else state.cut.ends(model))
-        # FSDP2's pre-hook exchanges the parameters that the loop knows. Its hook marks the outputs for backward, so
-        # outputs are replaced after it; full logits are computed before it splits the head's weight again.
+        # FSDP2's forward pre-hook swaps the sharded parameters for unsharded ones. Its forward hook marks the outputs
+        # for backward, so outputs are replaced after it; full logits are computed before it reshards the head.
         state.hooks.enclose(["pending loss"])
-        # FSDP2 makes a class of its own; Trainer shifts labels for label smoothing by the name.
+        # FSDP2 changes the model's class; Trainer decides by the class name whether label smoothing shifts labels.
         state.patches.replace(model, "_get_name", lambda: name)
     state.data_parallel = engine = DataParallel(model, state)
     if state.shards_weights:

@@ -1,6 +1,7 @@
-"""Ranks that share a batch have to be given the same one: a loader that each of them shuffles by itself gives others.
+"""Check that all ranks of a model-parallel group (tp, cp, pp) are called with the same batch.
 
-Compared in a model's calls 1, 2, 4, 8 and so on, as the host waits for its device then.
+A DataLoader that each rank shuffles separately gives them different ones. The check waits for the device, so it runs
+only in calls 1, 2, 4, 8, ... of a model.
 """
 
 import zlib
@@ -21,24 +22,28 @@ _AXES = ("tp", "cp", "pp")
 
 
 class SharedBatch(Shared):
-    """Compares what the ranks of one replica are given."""
+    """Compares the arguments of the ranks of one data-parallel replica."""
 
     def __init__(self, mesh: ParallelMesh):
-        # Every rank makes the groups.
+        # Collective: every rank of the job takes part in creating the groups.
         self.groups = {axis: mesh.host_group(axis) for axis in _AXES if mesh.axes[axis].size > 1}
         self.calls = 0
 
     @leave_uncompiled
     def check(self, args: tuple, kwargs: Mapping[str, Any]) -> None:
-        """Raises `ConfigError` on all ranks of a replica where their tokens, labels or masks differ."""
+        """Raises `ConfigError` on all ranks of a replica if their tokens, labels or masks differ."""
         self.calls += 1
+        # `n & (n - 1)` is 0 for powers of two only.
         if not self.groups or self.calls & (self.calls - 1):
             return
         arguments = {f"argument {place}": value for place, value in enumerate(args)} | dict(kwargs)
-        tensors = {name: value for name, value in arguments.items() if isinstance(value, Tensor) and _is_integer(value)}
+        tensors = {
+            name: value for name, value in arguments.items() if isinstance(value, Tensor) and _is_replicated(value)
+        }
         if any(map(is_fake, tensors.values())):
             return
         checksums = {name: (tuple(value.shape), _checksum(value)) for name, value in tensors.items()}
+        # Checksums are exchanged instead of the tensors themselves.
         for axis, group in self.groups.items():
             ranks = gather(checksums, group, "Comparing the batch of a replica's ranks")
             names = checksums.keys() | {name for other in ranks for name in other}
@@ -46,16 +51,16 @@ class SharedBatch(Shared):
                 name for name in names if any(other.get(name) != checksums.get(name) for other in ranks)
             ):
                 raise ConfigError(
-                    f"{', '.join(different)}: the {axis} ranks of a replica were given different ones (call "
-                    f"{self.calls} of the model), and share a batch. Pass the DataLoader through "
-                    "accelerator.prepare(...), or have it shuffled by one seed on all ranks. Of inputs split by hand, "
-                    "accelerator.split_between_processes(...) gives the ranks of a replica the same ones; "
-                    "PartialState's, or the rank of torch.distributed, does not."
+                    f"{', '.join(different)}: the {axis} ranks of a replica received different values (call "
+                    f"{self.calls} of the model), but they must share a batch. Pass the DataLoader through "
+                    "accelerator.prepare(...), or shuffle it with the same seed on all ranks. To split inputs "
+                    "manually, use accelerator.split_between_processes(...), not PartialState's method or the rank of "
+                    "torch.distributed."
                 )
 
 
-def _is_integer(tensor: Tensor) -> bool:
-    # Embeddings are computed, and may differ in their last bits.
+def _is_replicated(tensor: Tensor) -> bool:
+    # Floating-point inputs such as embeddings are computed per rank and may differ in the last bits.
     return type(tensor) is Tensor and not tensor.is_floating_point() and not tensor.is_complex()
 
 

@@ -1,4 +1,4 @@
-"""Norms by the statistics of a batch, which are other ones where ranks or microbatches see a part of it."""
+"""BatchNorm checks: batch statistics differ when a rank or microbatch sees only part of the batch."""
 
 from typing import Any
 
@@ -13,40 +13,40 @@ from ..parallel_state import ParallelState
 
 
 def batch_norms(model: nn.Module) -> list[str]:
-    """Names the norms of a model that take the statistics of a batch, or would."""
-    # What stands for modules of other stages is of their classes, and follows `train()` and `eval()` as they do.
+    """Returns the names of a model's BatchNorm modules, on all pipeline stages."""
+    # Off-stage placeholders have the class of their module and follow `train()` and `eval()`, so all stages agree.
     return [name for name, module in model.named_modules() if isinstance(module, _BatchNorm)]
 
 
 def splits_batches(config: MegatronConfig, ranks_of_data: int) -> bool:
-    """Tells whether norms see parts of batches: microbatches, or rows of a rank.
+    """Returns whether modules see only part of a batch: one microbatch, or the samples of one rank.
 
     Args:
-        ranks_of_data (`int`): ranks that see other rows.
+        ranks_of_data (`int`): number of data-parallel ranks.
     """
     return (config.pp_size > 1 and config.num_microbatches != 1) or ranks_of_data > 1
 
 
 class BatchNormGuard(Shared):
-    """Refuses calls in which a norm would take the statistics of a part of the batch, on all ranks alike."""
+    """Raises on all ranks in calls where a BatchNorm would use the statistics of part of the batch."""
 
     def __init__(self, model: nn.Module, state: ParallelState):
         self.names = batch_norms(model)
         self.splits_batch = splits_batches(state.config, state.axes.size("dp"))
 
     def install(self, hooks: ForwardHooks) -> None:
-        """Has each call of a model look at its norms, if there are any and parts of batches."""
+        """Registers the check on the model's calls if it has BatchNorm modules and its batches are split."""
         if self.splits_batch and self.names:
             hooks.add("batch norm", self._enter)
 
     def _enter(self, model: Any, args: tuple, kwargs: dict[str, Any]) -> None:
         for name in self.names:
             norm: Any = model.get_submodule(name)
+            # In evaluation mode a norm with running statistics reads nothing from the batch.
             if norm.training or not norm.track_running_stats:
                 raise UnsupportedError(
-                    f"{name} ({type(norm).__name__}) takes the statistics of a batch, of which dp ranks and "
-                    "microbatches of a pipeline see parts: numbers would not be one process's. Put the part of the "
-                    "model that holds it into evaluation mode behind model.train(), as in "
-                    f"model.get_submodule({name.rpartition('.')[0]!r}).eval(), or load the model with dp_size=1 and "
-                    "num_microbatches=1."
+                    f"{name} ({type(norm).__name__}) computes batch statistics, but data-parallel ranks and pipeline "
+                    "microbatches see only part of the batch: results would differ from a single process. After "
+                    f"model.train(), call model.get_submodule({name.rpartition('.')[0]!r}).eval(), or load the model "
+                    "with dp_size=1 and num_microbatches=1."
                 )

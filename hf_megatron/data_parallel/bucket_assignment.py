@@ -1,4 +1,4 @@
-"""Which parameters travel together, and how many."""
+"""Assignment of parameters to communication buckets."""
 
 from collections.abc import Callable, Iterable
 
@@ -15,10 +15,12 @@ _Key = tuple[GradSyncGroup, torch.dtype, torch.dtype, torch.device]
 
 
 def default_capacity(ranks: int, dtype: torch.dtype, *, pairwise: bool) -> int:
-    """Returns the bytes of a bucket over so many ranks: Megatron's max(40M, 1M x ranks) entries.
+    """Returns the default bucket size in bytes: Megatron-Core's max(40M, 1M x ranks) entries.
 
-    A rank's part of it must not become smaller than what fills a network. Where ranks send to each other one by one, on
-    CPUs, a bucket has 32 MiB.
+    It grows with the number of ranks so that the segment of each rank stays large enough to saturate the network.
+
+    Args:
+        pairwise (`bool`): whether ranks exchange segments by point-to-point messages (gloo); a bucket has 32 MiB then.
     """
     return 2**25 if pairwise else max(40_000_000, 1_000_000 * ranks) * dtype.itemsize
 
@@ -29,13 +31,14 @@ def make_buckets(
     capacity: int | None,
     gradient_dtype: torch.dtype | None,
 ) -> list[Bucket]:
-    """Fills buckets in the given order, up to `capacity` bytes each; one sharing, dtype and device per bucket.
+    """Assigns parameters to buckets in the given order; a bucket has one sync group, dtype and device.
 
     Args:
         parameters: in the order in which backward is expected to reach them.
-        sharing_of (`Callable`): parameter -> the ranks that share it.
-        capacity (`int`, *optional*): bytes, by default `default_capacity`; a larger parameter has a bucket of its own.
-        gradient_dtype (`torch.dtype`, *optional*): of the sums of half-precision parameters; their own by default.
+        sharing_of (`Callable`): parameter -> the ranks that average its gradient.
+        capacity (`int`, *optional*): bytes at which a bucket is closed; defaults to `default_capacity`.
+        gradient_dtype (`torch.dtype`, *optional*): dtype that gradients of half-precision parameters are accumulated
+            in; defaults to the parameter's.
     """
     buckets: list[Bucket] = []
     open_buckets: dict[_Key, list[Slot]] = {}
@@ -49,8 +52,10 @@ def make_buckets(
         half = parameter.dtype in (torch.bfloat16, torch.float16)
         dtype = gradient_dtype if half and gradient_dtype is not None else parameter.dtype
         sharing = sharing_of(parameter)
+        # One bucket per key is open at a time: experts and adapters may be averaged over other ranks than the rest.
         key = (sharing, parameter.dtype, dtype, local_tensor(parameter).device)
         slots = open_buckets.setdefault(key, [])
+        # A slot takes `ceil(entries / ranks)` columns of the bucket's `[ranks, width]` buffer.
         start = slots[-1].start + slots[-1].width if slots else 0
         slots.append(Slot(parameter, start, share(entries, sharing.shard_size), entries))
         most = capacity
@@ -58,6 +63,7 @@ def make_buckets(
             most = default_capacity(sharing.shard_size, dtype, pairwise=is_pairwise(sharing.shard_group))
         if (start + slots[-1].width) * sharing.shard_size * dtype.itemsize >= most:
             close(key)
+    # The remaining buckets are not full.
     for key in list(open_buckets):
         close(key)
     return buckets

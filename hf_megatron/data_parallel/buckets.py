@@ -1,8 +1,9 @@
-"""Which part of each parameter a data parallel rank owns, and the flat rows that parts travel in.
+"""Gradient buckets: which entries of each parameter a data-parallel rank owns, and the flat buffers they travel in.
 
 Rank r of S owns the entries `[r * width, (r + 1) * width)` of a flattened local parameter, `width = ceil(entries / S)`.
-The rule looks at one parameter alone: freezing another, or another bucket size, moves nothing. A bucket lays several
-parameters side by side in rows `[S, width of all]`, row r what rank r owns of each.
+The rule depends on that parameter only: freezing another one, or changing the bucket size, does not move its shards. A
+bucket concatenates several parameters along the columns of a buffer `[S, sum of widths]`, whose row r holds the entries
+that rank r owns of each.
 """
 
 from collections.abc import Sequence
@@ -17,13 +18,19 @@ from .grad_sync_groups import GradSyncGroup
 
 
 def owned_range(entries: int, ranks: int, rank: int) -> tuple[int, int]:
-    """Returns the `[start, stop)` of the flattened local parameter that `rank` owns; the last may own nothing."""
+    """Returns the `[start, stop)` of the flattened local parameter that `rank` owns; the last ranks may own nothing."""
     return bounds(entries, ranks, rank)
 
 
 @dataclass
 class Slot:
-    """A parameter's columns in the rows of a bucket."""
+    """A parameter's columns in the buffer of a bucket.
+
+    Attributes:
+        start: first column.
+        width: number of columns, `ceil(entries / ranks)`.
+        entries: number of entries of the local parameter; the padding is in the last rows.
+    """
 
     parameter: nn.Parameter
     start: int
@@ -31,9 +38,9 @@ class Slot:
     entries: int
 
     def scatter_into(self, rows: Tensor, local: Tensor, *, factor: float, add: bool) -> None:
-        """Writes (or adds) `local` of any shape times `factor` into its columns of `rows` `[ranks, width]`.
+        """Writes (or adds) `factor * local`, of any shape, into its columns of `rows` `[ranks, width]`.
 
-        Columns beyond its end stay.
+        The padding after the last entry is not written.
         """
         for columns, part in self._pairs(rows, local.reshape(-1)):
             if add:
@@ -41,7 +48,7 @@ class Slot:
             elif part.dtype == columns.dtype:
                 torch.mul(part, factor, out=columns)
             else:
-                # The product of a half-precision tensor would be rounded before it is widened.
+                # Cast to fp32 before scaling: a half-precision product would be rounded first.
                 columns.copy_(part).mul_(factor)
 
     def collect_from(self, rows: Tensor, local: Tensor) -> None:
@@ -50,6 +57,7 @@ class Slot:
             part.copy_(columns)
 
     def _pairs(self, rows: Tensor, flat: Tensor) -> list[tuple[Tensor, Tensor]]:
+        # Pairs of views of equal shapes: columns of `rows` `[ranks, width]`, and the matching entries of `flat`.
         full_rows = self.entries // self.width if self.width else 0
         pairs = []
         if full_rows:
@@ -57,6 +65,7 @@ class Slot:
             pairs.append((columns, flat[: full_rows * self.width].view(full_rows, self.width)))
         rest = self.entries - full_rows * self.width
         if rest:
+            # The last row with entries is not full.
             pairs.append((rows[full_rows, self.start : self.start + rest], flat[full_rows * self.width :]))
         return pairs
 
@@ -68,7 +77,7 @@ class Slot:
 
 @dataclass
 class GradBuffer:
-    """What a bucket has added up: gradients of this rank alone, reduced ones, and the slots that have them."""
+    """Accumulated gradients of a bucket, which can be exchanged for others; see `Bucket` for the attributes."""
 
     rows: Tensor | None = None
     recv_buffer: Tensor | None = None
@@ -78,7 +87,7 @@ class GradBuffer:
     used: set[int] = field(default_factory=set)
 
     def copy(self) -> "GradBuffer":
-        """Copies the gradients; memory without any is left out."""
+        """Returns a copy of the gradients; buffers without gradients are not copied."""
         rows = self.rows.clone() if self.rows is not None and self.written else None
         shard = None if self.shard is None else self.shard.clone()
         return GradBuffer(rows, None, shard, False, set(self.written), set(self.used))
@@ -87,18 +96,19 @@ class GradBuffer:
 class Bucket:
     """Parameters whose gradients are reduced together, and the state of that reduction.
 
-    The rows end in one column per parameter that counts the ranks which have a gradient of it, so that every rank
-    learns of parameters that nobody used.
+    The buffer ends in one flag column per parameter. The reduction sums the flags, so every rank learns how many ranks
+    have a gradient of each parameter; a parameter without any keeps `.grad = None`.
 
     Attributes:
-        rows (`Tensor`, *optional*): `[ranks, width + parameters]`, this rank's gradient, not reduced yet.
-        shard (`Tensor`, *optional*): `[width]`, the reduced gradient of what this rank owns.
-        recv_buffer (`Tensor`, *optional*): `[ranks - 1, width + parameters]`, what arrives of other ranks' rows, where
-            ranks send them one by one.
-        flags (`Tensor`, *optional*): `[parameters]`, on how many ranks each has a gradient, until somebody reads it.
-        in_rows: the shard lies in this rank's row, until there are new gradients.
-        written: indices of slots that hold a gradient of this window; `arrived` those of the last backward.
-        used: indices of slots whose parameter has a gradient on some rank.
+        rows (`Tensor`, *optional*): `[ranks, width + parameters]`, this rank's gradients, not reduced yet.
+        shard (`Tensor`, *optional*): `[width]`, the reduced gradients of the entries that this rank owns.
+        recv_buffer (`Tensor`, *optional*): `[ranks - 1, width + parameters]`, receives the other ranks' segments in
+            point-to-point reductions (gloo).
+        flags (`Tensor`, *optional*): `[parameters]`, number of ranks with a gradient of each, until it is read.
+        in_rows: whether the shard is a view of this rank's row, until new gradients are accumulated.
+        written: indices of slots with gradients that are not reduced yet.
+        arrived: indices of slots that received a gradient in the current backward.
+        used: indices of slots whose parameter has a reduced gradient on any rank.
     """
 
     def __init__(self, slots: Sequence[Slot], sharing: GradSyncGroup, dtype: torch.dtype, device: torch.device):
@@ -112,18 +122,19 @@ class Bucket:
         self.used: set[int] = set()
         self.recv_buffer: Tensor | None = None
         self.flags: Tensor | None = None
-        # What this rank had no gradient of when `flags` were added up.
-        self._without_grad: set[int] = set()
+        # Slots without a gradient on this rank when `flags` were reduced.
+        self._off_stage: set[int] = set()
         self.in_rows = False
 
     def open_buffer(self) -> Tensor:
-        """Returns the rows, `[ranks, width + parameters]`, for new gradients, and makes them where there are none."""
+        """Returns the buffer `[ranks, width + parameters]` for new gradients; allocates it if necessary."""
         if self.in_rows:
             assert self.shard is not None
             if self.ranks == 1:
-                # All of them is the shard.
+                # The only row is the shard: leave it there, and allocate a new buffer below.
                 self.rows = None
             else:
+                # New gradients will overwrite this rank's row: move the shard out.
                 self.shard = self.shard.clone()
             self.in_rows = False
         if self.rows is None:
@@ -134,13 +145,16 @@ class Bucket:
         return torch.empty((rows, self.width + len(self.slots)), dtype=self.dtype, device=self.device)
 
     def open_shard(self) -> Tensor:
-        """Returns the reduced gradient `[width]`, and makes one of zeros where there is none."""
+        """Returns the reduced gradients `[width]`; creates zeros if there are none."""
         if self.shard is None:
             self.shard = torch.zeros(self.width, dtype=self.dtype, device=self.device)
         return self.shard
 
     def seal_buffer(self) -> Tensor:
-        """Completes the rows `[ranks, width + parameters]`: zeros where this rank has no gradient, and the flags."""
+        """Returns the buffer `[ranks, width + parameters]`, ready to be reduced.
+
+        Slots without a gradient on this rank are zeroed, and the flag columns are set.
+        """
         rows = self.open_buffer()
         for index, slot in enumerate(self.slots):
             if index not in self.written:
@@ -153,28 +167,34 @@ class Bucket:
         return rows
 
     def take_inbox(self) -> Tensor:
-        """Returns memory `[ranks - 1, width + parameters]` for other ranks' rows; the last may hold the shard."""
+        """Returns a receive buffer `[ranks - 1, width + parameters]` for the other ranks' segments."""
+        # The shard may be a view of the last one, which must not be overwritten.
         if self.recv_buffer is None or self.shard is not None:
             self.recv_buffer = self._make_rows(max(self.ranks - 1, 1))
         return self.recv_buffer
 
     def own_segment(self, *, keep: bool) -> Tensor:
-        """Returns memory `[1, width + parameters]` for the sum of this rank's row: the row itself if rows are kept."""
+        """Returns the output `[1, width + parameters]` of a reduce-scatter: this rank's row itself if `keep`."""
         rank = self.sharing.shard_rank
         return self.open_buffer()[rank : rank + 1] if keep else self._make_rows(1)
 
     def take_in(self, reduced: Tensor, *, keep: bool) -> None:
-        """Adds the sum over the data parallel ranks, `[width + parameters]`, to the shard."""
+        """Adds the reduced segment `[width + parameters]` of this rank to the shard.
+
+        Args:
+            keep (`bool`): whether the buffer is kept for the next backward (ZeRO stages 0 and 1).
+        """
         if len(self.written) == len(self.slots):
+            # This rank has all gradients: the flags need not be read, which would wait for the device.
             self.used.update(range(len(self.slots)))
         else:
             self.flags = reduced[self.width :].float()
-            self._without_grad = set(range(len(self.slots))) - self.written
+            self._off_stage = set(range(len(self.slots))) - self.written
         gradient = reduced[: self.width]
         if self.shard is not None:
             self.shard.add_(gradient)
         else:
-            # Of a receive buffer that has other rows too, it would keep these.
+            # A view of a receive buffer with several segments would keep all of them alive.
             is_alone = self.recv_buffer is None or self.recv_buffer.shape[0] == 1
             self.shard = gradient if keep or is_alone else gradient.clone()
             self.in_rows = keep and self.rows is not None and share_memory(gradient, self.rows)
@@ -184,13 +204,20 @@ class Bucket:
         self.arrived.clear()
 
     def take_flags(self, counts: Sequence[float]) -> list[int]:
-        """Takes in how many ranks have a gradient of each parameter; returns the slots of those that others have."""
+        """Records how many ranks have a gradient of each parameter.
+
+        Args:
+            counts: `[parameters]`, the values of `flags`.
+
+        Returns:
+            the slots whose gradient comes from other ranks only.
+        """
         self.used.update(index for index, count in enumerate(counts) if count)
         self.flags = None
-        return sorted(self._without_grad & self.used)
+        return sorted(self._off_stage & self.used)
 
     def exchange(self, other: GradBuffer) -> GradBuffer:
-        """Puts another sum in place of the present one, which is returned; no reduction may be under way."""
+        """Replaces the accumulated gradients and returns the previous ones; no reduction may be in flight."""
         before = GradBuffer(self.rows, self.recv_buffer, self.shard, self.in_rows, self.written, self.used)
         self.rows, self.recv_buffer, self.shard, self.in_rows, self.written, self.used = (
             other.rows,
@@ -203,8 +230,9 @@ class Bucket:
         return before
 
     def add(self, other: GradBuffer, factor: float | Tensor) -> None:
-        """Adds `factor`, a number or scalar, times another sum, which is used up; no reduction may be under way."""
+        """Adds `factor` times other gradients, whose memory is reused; no reduction may be in flight."""
         if not self.written and self.shard is None:
+            # Nothing is accumulated yet: take the buffers over instead of adding to zeros.
             self.exchange(other)
             if isinstance(factor, Tensor) or factor != 1:
                 self._scale(factor)
@@ -213,6 +241,7 @@ class Bucket:
             rows = self.open_buffer()
             for index in other.written:
                 slot = self.slots[index]
+                # [ranks, slot width] of each buffer.
                 columns, added = (r[:, slot.start : slot.start + slot.width] for r in (rows, other.rows))
                 if index in self.written:
                     _add_times(columns, added, factor)
@@ -223,7 +252,7 @@ class Bucket:
             if self.shard is not None:
                 _add_times(self.shard, other.shard, factor)
             else:
-                # A view of one row would keep all of them.
+                # A view of one row would keep the full buffer alive.
                 self.shard = (other.shard.clone() if other.in_rows and self.ranks > 1 else other.shard).mul_(factor)
             self.used |= other.used
 
@@ -234,7 +263,7 @@ class Bucket:
             self.rows.mul_(factor)
 
     def discard_slots(self, indices: set[int], *, keep: bool) -> None:
-        """Forgets the gradients of some parameters."""
+        """Discards the gradients of some parameters."""
         if indices >= self.written | self.used:
             self.discard(keep=keep)
             return
@@ -246,14 +275,14 @@ class Bucket:
         self.used -= indices
 
     def discard(self, *, keep: bool) -> None:
-        """Forgets all gradients; `keep` keeps their memory."""
+        """Discards all gradients; the buffer `rows` is kept for the next backward."""
         self.shard, self.in_rows = None, False
         for indices in (self.written, self.arrived, self.used):
             indices.clear()
 
 
 def _add_times(total: Tensor, added: Tensor, factor: float | Tensor) -> None:
-    """Adds `factor`, a number or scalar, times a tensor to another of its shape."""
+    """Adds `factor * added` to `total` in place; both have the same shape, and a tensor `factor` is a scalar."""
     if isinstance(factor, Tensor):
         total.addcmul_(added, factor)
     else:

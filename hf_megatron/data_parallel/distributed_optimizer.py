@@ -1,7 +1,8 @@
-"""The user's optimizer, stepping on local tensors: fp32 main weights and moments of what this rank owns.
+"""Distributed optimizer: the user's optimizer steps on fp32 main params and moments of this rank's shards.
 
-Within a step leaves stand in the groups in the place of the parameters, which loops find there otherwise. The optimizer
-stays the object it is: schedulers change its groups, `foreach` and `fused` apply.
+During a step the optimizer's groups list the main params instead of the model parameters, which they list at all other
+times. The optimizer stays the same object: learning rate schedulers can change its groups, and `foreach` and `fused`
+apply.
 """
 
 from collections.abc import Iterable, Iterator
@@ -29,7 +30,7 @@ from .optimizer_state import StateByParameter
 from .param_gather import ParamAllGather
 from .step_status import GradStatus
 
-# Optimizers whose update of an entry depends on that entry alone: package -> classes.
+# Optimizers that update each entry from that entry only, so that they can step on shards: package -> classes.
 ELEMENTWISE = {
     "torch": {"ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD"},
     "apex": {"FusedAdam", "FusedSGD", "FusedAdagrad"},
@@ -43,14 +44,14 @@ _HALF = (torch.bfloat16, torch.float16)
 
 @dataclass
 class MainParam:
-    """What the optimizer steps on in place of a parameter.
+    """Main param: the tensor that the optimizer steps on instead of a model parameter.
 
     Attributes:
-        start, stop: the entries of the flattened local parameter that the leaf holds.
-        tensor: of the parameter's local shape, or 1-D where dp ranks share the parameter.
-        separate: has memory of its own (fp32 main weights, CPU offload) instead of the parameter's.
-        flat: holds a part that other ranks do not step on.
-        sharing: the ranks that step on the other parts.
+        start, stop: the entries of the flattened local parameter that it holds.
+        tensor: has the parameter's local shape, or `[stop - start]` if dp ranks shard the optimizer state (`flat`).
+        separate: whether it has its own memory (fp32 main params, CPU offload) instead of the parameter's.
+        flat: whether it is a 1-D shard, and other ranks step on the other shards.
+        sharing: the ranks that average the gradient and step on the other shards.
     """
 
     name: str
@@ -63,27 +64,30 @@ class MainParam:
     sharing: GradSyncGroup | None = None
 
     def view(self) -> Tensor:
-        """Returns the leaf's entries in the parameter itself, `[entries]` or `[rows, ...]` as it is."""
+        """Returns a view of the model parameter's entries, with the shape of `tensor`."""
         return self.own(self.parameter)
 
     def follow(self, *, main_weights: bool, may_wait: bool) -> None:
-        """Takes over what happened to the parameter since the last step, outside of autograd: move, cast or edit.
+        """Applies moves, casts and edits of the model parameter since the last step to the main param.
 
-        `may_wait` tells whether a comparison costs less than a copy: the host does not wait for a device.
+        Args:
+            main_weights (`bool`): whether half-precision parameters have fp32 main params.
+            may_wait (`bool`): whether the host may read the result of a comparison (CPU), which then saves a copy.
         """
         present = self.view()
         if not self.separate and present.data_ptr() != self.tensor.data_ptr():
-            # Moving the model gave its parameters new memory; leaves share it.
+            # `model.to(...)` gave the parameter new memory, which the main param shares.
             self.separate = main_weights and present.dtype in _HALF and self.tensor.dtype not in _HALF
             self.tensor.data = present.to(self.tensor.dtype) if self.separate else present
         elif self.separate:
             present = present.to(self.tensor.device)
             rounded = self.tensor.to(present.dtype)
+            # Entries that equal the rounded main param were not edited: they keep their fp32 value.
             if not may_wait or not torch.equal(present, rounded):
                 self.tensor.copy_(torch.where(present == rounded, self.tensor, present))
 
     def take_over(self, state: dict[str, Any]) -> dict[str, Any]:
-        """Turns a parameter's state, as a constructor made it (Adagrad's), into the leaf's."""
+        """Returns the main param's shard of state that a constructor made for the full parameter (Adagrad)."""
         shape = self.parameter.shape
         return {
             name: self.own(value).to(self.tensor, copy=True)
@@ -93,7 +97,7 @@ class MainParam:
         }
 
     def own(self, tensor: Tensor) -> Tensor:
-        """Returns the leaf's entries, `[entries]` or `[rows, ...]`, of a tensor of the parameter's shape."""
+        """Returns the entries of the main param, in its shape, from a tensor of the parameter's shape."""
         local = local_tensor(tensor).detach()
         return local.view(-1)[self.start : self.stop] if self.flat else local
 
@@ -103,7 +107,7 @@ def _make_leaf(
 ) -> MainParam:
     local = local_tensor(parameter).detach()
     if not local.is_contiguous():
-        raise UnsupportedError(f"{name} is not contiguous in memory; its optimizer state cannot be shared.")
+        raise UnsupportedError(f"{name} is not contiguous in memory, so its optimizer state cannot be sharded.")
     shares = config.zero_stage > 0 and sharing.shard_size > 1 and not is_sharded
     start, stop = owned_range(local.numel(), sharing.shard_size, sharing.shard_rank) if shares else (0, local.numel())
     half = parameter.dtype in _HALF and config.fp32_main_params
@@ -112,13 +116,18 @@ def _make_leaf(
     if leaf.separate:
         device = torch.device("cpu") if config.offload_optimizer else local.device
         dtype = torch.float32 if half else local.dtype
-        # A copy even where device and dtype are the same: numbers must not depend on where the state lies.
+        # Copies even if device and dtype are the same: results must not depend on `offload_optimizer`.
         leaf.tensor = leaf.tensor.to(device=device, dtype=dtype, copy=True)
     return leaf
 
 
 class ShardedOptimizer:
-    """What `prepare_optimizer` attaches to an optimizer as `_hf_megatron`."""
+    """State that `prepare_optimizer` attaches to an optimizer as `_hf_megatron`.
+
+    Attributes:
+        step_was_skipped: whether the last step was skipped because a gradient was not finite.
+        leaves: main params of this rank, in the order of the groups.
+    """
 
     def __init__(self, optimizer: torch.optim.Optimizer, engine: DataParallel):
         self.optimizer, self.engine = optimizer, engine
@@ -127,9 +136,9 @@ class ShardedOptimizer:
         self._used: GradStatus | None = None
         self._publishers: list[ParamAllGather] = []
         self._published: list[MainParam] = []
-        # By identity; a leaf is its own.
+        # Identity of a parameter or of a main param -> main param.
         self._leaf_of: dict[int, Tensor] = {}
-        # What the groups list outside of steps.
+        # The groups' parameters while main params replace them during a step.
         self._listed: list[list[Tensor]] | None = None
         for group in optimizer.param_groups:
             self.adopt(group)
@@ -139,7 +148,7 @@ class ShardedOptimizer:
         optimizer.register_step_post_hook(self._after_step)
 
     def adopt(self, group: dict[str, Any]) -> None:
-        """Makes leaves for a group's parameters."""
+        """Creates the main params of a group's parameters."""
         self.engine.scan()
         names = self.engine.parameters.names()
         for parameter in group["params"]:
@@ -158,24 +167,24 @@ class ShardedOptimizer:
                 self.optimizer.state[leaf.tensor] = leaf.take_over(self.optimizer.state.pop(parameter))
 
     def _untracked(self, parameter: Tensor) -> ConfigError:
-        # Its gradients are those of this rank's rows.
+        # With data parallelism, gradients of such a parameter would be computed from the local samples only.
         is_reduced = self.engine.mesh.reduces_gradients
         other = get_engine(parameter)
         if other is not None:
             return ConfigError(
-                f"The optimizer holds parameters of a {type(self.engine.model).__name__} and, with one of shape "
-                f"{tuple(parameter.shape)}, of a {type(other.model).__name__}, and each is laid out for itself: "
-                "give each model an optimizer of its own."
+                f"The optimizer holds parameters of two parallelized models: a {type(self.engine.model).__name__} and "
+                f"a {type(other.model).__name__} (one of shape {tuple(parameter.shape)}). Create one optimizer per "
+                "model."
             )
-        alone = "use dp_size=1 and cp_size=1" if is_reduced else "give it an optimizer of its own"
+        alone = "use dp_size=1 and cp_size=1" if is_reduced else "create a separate optimizer for it"
         return ConfigError(
             f"The optimizer holds a parameter of shape {tuple(parameter.shape)} that is not one of "
-            f"{type(self.engine.model).__name__}'s: make it one of the model's before its optimizer, or {alone}."
-            + (" What is a deep copy has to be loaded a second time, to be trained." if is_reduced else "")
+            f"{type(self.engine.model).__name__}'s: add it to the model before creating the optimizer, or {alone}."
+            + (" To train a deep copy, load the model a second time instead." if is_reduced else "")
         )
 
     def _enter(self) -> None:
-        """Puts leaves into the groups."""
+        """Lists the main params in the groups instead of the parameters; off-stage parameters are left out."""
         self._leave()
         listed = [group["params"] for group in self.optimizer.param_groups]
         local_params = [[parameter for parameter in group if not is_off_stage(parameter)] for group in listed]
@@ -188,14 +197,14 @@ class ShardedOptimizer:
             group["params"] = [self._leaf_of[id(parameter)] for parameter in parameters]
 
     def _leave(self) -> None:
-        """Puts the parameters back."""
+        """Lists the model parameters in the groups again."""
         for group, parameters in zip(self.optimizer.param_groups, self._listed or (), strict=bool(self._listed)):
             group["params"] = parameters
         self._listed = None
 
     @contextmanager
     def main_params_in_groups(self) -> Iterator[None]:
-        """Lets torch find the leaves that states belong to."""
+        """Lists the main params in the groups inside, as torch expects when it reads or writes optimizer state."""
         self._enter()
         try:
             yield
@@ -203,11 +212,11 @@ class ShardedOptimizer:
             self._leave()
 
     def find_state_by_parameter(self) -> None:
-        """Lets loops find the state of what this rank owns of a parameter by the parameter."""
+        """Replaces the state dict by one in which a parameter's key returns the state of its main param."""
         self.optimizer.state = StateByParameter(self.optimizer.state, lambda key: self._leaf_of.get(id(key)))
 
     def memory(self) -> dict[str, list[Tensor]]:
-        """Lists what is kept beside the parameters, of any shape, by what it is for."""
+        """Returns the tensors of any shape that are kept in addition to the parameters, by their use."""
         moments = [value for state in self.optimizer.state.values() for value in state.values()]
         return {
             "main weights": [leaf.tensor for leaf in self.leaves if leaf.separate],
@@ -217,17 +226,19 @@ class ShardedOptimizer:
     # A step
 
     def collect(self) -> None:
-        """Gives every leaf its gradient; every rank calls it after backward."""
+        """Sets `.grad` of every main param to this rank's shard of the reduced gradient; collective."""
         reducer = self.engine.reducer
         if reducer is not None:
             reducer.finalize()
         for leaf in self.leaves:
             gradient: Tensor | None
             if reducer is not None and reducer.owns(leaf.parameter):
+                # Flat `[stop - start]` from the bucket; in the local shape if this rank owns all entries.
                 gradient = reducer.gradient(leaf.parameter)
                 if gradient is not None and not leaf.flat:
                     gradient = gradient.view(leaf.tensor.shape)
             else:
+                # Gradients in `.grad` are complete: one data-parallel rank, or reduced by FSDP2.
                 gradient = placed_gradient(leaf.parameter)
                 gradient = None if gradient is None else leaf.own(gradient)
             leaf.tensor.grad = None if gradient is None else gradient.to(leaf.tensor.device, leaf.tensor.dtype)
@@ -236,13 +247,16 @@ class ShardedOptimizer:
         return [leaf.parameter for leaf in self.leaves]
 
     def come_last(self) -> None:
-        """Puts leaves into the groups after everything that a loop does before steps."""
+        """Moves this step pre-hook to the end, so that user hooks still find the model parameters in the groups."""
         step_hook_last(self.optimizer, self._hook)
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict[str, Any]) -> None:
-        # `args` begins with the optimizer itself.
+        # `args[0]` is the optimizer itself.
         if any(value is not None for value in (*args[1:], kwargs.get("closure"))):
-            raise UnsupportedError(f"{type(optimizer).__name__}.step(closure) on a model split over ranks.")
+            raise UnsupportedError(
+                f"{type(optimizer).__name__}.step(closure) is not supported on a parallelized model. Call step() "
+                "without a closure."
+            )
         engine = self.engine
         engine.check_before_step()
         may_wait = not is_async_device(engine.mesh.device)
@@ -253,7 +267,7 @@ class ShardedOptimizer:
         grad_status = engine.step_status.gradients if engine.step_status.gradients is not self._used else GradStatus()
         limit = engine.config.gradient_clipping
         if limit is not None and not grad_status.clipped:
-            # A fused optimizer that a loss scaler steps divides by the scale itself.
+            # With a loss scaler, a fused optimizer divides the gradients by `grad_scale` in its step: scale the limit.
             scale = getattr(optimizer, "grad_scale", None)
             clip_grad_norm(self.parameters(), limit if scale is None else limit * float(scale), in_step=True)
             grad_status = engine.step_status.gradients
@@ -264,7 +278,8 @@ class ShardedOptimizer:
             engine.step_status.count(skipped=self.step_was_skipped)
         self.collect()
         if self.step_was_skipped:
-            # Without a gradient no leaf moves, on any rank: the decision came from the norm over all of them.
+            # Main params without a gradient are not updated. The decision is the same on all ranks: it comes from the
+            # gradient norm over all of them.
             for leaf in self.leaves:
                 leaf.tensor.grad = None
         self._used = engine.step_status.gradients
@@ -278,8 +293,9 @@ class ShardedOptimizer:
             self._discard()
             return
         if self.engine.state.shards_weights:
-            # Weights that a forward without a backward has left whole are of before the step.
+            # A forward without a backward leaves weights unsharded: they hold the values from before the step.
             reshard([self.engine.model])
+        # fp32 main params -> this rank's shard of the model parameters -> all-gather over the dp ranks.
         for leaf in self.leaves:
             if leaf.separate:
                 leaf.view().copy_(leaf.tensor)
@@ -288,8 +304,9 @@ class ShardedOptimizer:
             stepped()
 
     def publish(self) -> None:
-        """Makes parameters that dp ranks share, and that have moved, whole again on every one of them."""
+        """All-gathers the parameters whose shards were updated; collective over the ranks that share them."""
         moved = [leaf for leaf in self.leaves if leaf.flat and leaf.tensor.grad is not None]
+        # The buckets are rebuilt only if other parameters than in the last step have gradients.
         if [id(leaf.parameter) for leaf in moved] != [id(leaf.parameter) for leaf in self._published]:
             together: dict[GradSyncGroup, list[nn.Parameter]] = {}
             for leaf in moved:
@@ -302,16 +319,16 @@ class ShardedOptimizer:
 
     @torch.no_grad()
     def refresh_main_weights(self) -> None:
-        """Takes the parameters' present values over into leaves with memory of their own."""
+        """Copies the model parameters' values into main params that have their own memory."""
         for leaf in self.leaves:
             if leaf.separate:
                 leaf.tensor.copy_(leaf.view())
 
     @torch.no_grad()
     def zero_grad(self, set_to_none: bool) -> None:
-        # A step that failed has left them there.
+        # A step that raised may have left the main params in the groups.
         self._leave()
-        # Parameters that a loop has taken out of the groups keep their gradients.
+        # Parameters that were removed from the groups keep their gradients.
         present = {id(parameter) for group in self.optimizer.param_groups for parameter in group["params"]}
         leaves = [leaf for leaf in self.leaves if id(leaf.parameter) in present]
         if set_to_none and self.engine.reducer is not None:
@@ -333,7 +350,7 @@ class ShardedOptimizer:
 
 
 class _TakenOver:
-    """Mixin of a prepared optimizer's class."""
+    """Mixin of a prepared optimizer's class; redirects its methods to `ShardedOptimizer`."""
 
     _hf_megatron: ShardedOptimizer
 
@@ -351,12 +368,12 @@ class _TakenOver:
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise UnsupportedError(
-            f"A prepared {type(self).__name__} cannot be copied or pickled: it steps on this rank's part of its model. "
+            f"A prepared {type(self).__name__} cannot be copied or pickled: it steps on this rank's shards. "
             "Copy or save optimizer.state_dict(), or use accelerator.save_state()."
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the state of what this rank owns under the parameters' names in the model."""
+        """Returns the state of this rank's shards; parameters are identified by their names in the model."""
         with self._hf_megatron.main_params_in_groups():
             packed = super().state_dict()  # type: ignore[misc]
         names = [leaf.name for leaf in self._hf_megatron.leaves]
@@ -382,12 +399,12 @@ def _taken_over(base: Any) -> type:
 
 
 def sharded(optimizer: Any) -> ShardedOptimizer | None:
-    """Returns what `prepare_optimizer` attached, if it did."""
+    """Returns the state that `prepare_optimizer` attached to an optimizer, or `None`."""
     return vars(optimizer).get("_hf_megatron")
 
 
 def stepping_optimizer(optimizer: Any) -> Any:
-    """Returns the optimizer that steps: the one inside of Accelerate's, or itself."""
+    """Returns the torch optimizer inside an `AcceleratedOptimizer`, or the optimizer itself."""
     inner = getattr(optimizer, "optimizer", None)
     return inner if isinstance(inner, torch.optim.Optimizer) else optimizer
 
@@ -398,16 +415,22 @@ def is_elementwise(optimizer_class: type) -> bool:
 
 
 def prepare_optimizer(optimizer: torch.optim.Optimizer, *, elementwise: bool = False) -> torch.optim.Optimizer:
-    """Makes an optimizer of a laid out model step on what this rank owns; Trainer and Accelerate call it themselves.
+    """Prepares the optimizer of a parallelized model: it then steps on this rank's shards.
 
-    Returns the same object, whose groups hold local tensors while it steps. `UnsupportedError` for a class that looks
-    at whole parameters (Adafactor, Muon, LBFGS, block-wise 8-bit) or is unknown; `ConfigError` for parameters of
-    several models, and for an optimizer that has stepped already.
+    Trainer and Accelerate call it themselves. An optimizer without parameters of a parallelized model is returned
+    unchanged.
 
     Args:
-        optimizer (`torch.optim.Optimizer`): made from the model's parameters, before its first step.
-        elementwise (`bool`, defaults to `False`): the class is not in `ELEMENTWISE`, and its update of an entry does
-            depend on that entry alone.
+        optimizer (`torch.optim.Optimizer`): created from the model's parameters, before its first step.
+        elementwise (`bool`, defaults to `False`): set it for a class that is not in `ELEMENTWISE` and updates each
+            entry of a parameter from that entry only.
+
+    Returns:
+        the same optimizer, whose groups list main params while it steps.
+
+    Raises:
+        UnsupportedError: if the class needs full parameters (Adafactor, Muon, LBFGS, block-wise 8-bit) or is unknown.
+        ConfigError: if the optimizer holds parameters of several models, or has stepped already.
     """
     if sharded(optimizer) is not None:
         return optimizer
@@ -417,7 +440,7 @@ def prepare_optimizer(optimizer: torch.optim.Optimizer, *, elementwise: bool = F
         return optimizer
     engine.reject_sums_over_parameters(optimizer, elementwise=elementwise)
     name = type(optimizer).__name__
-    # Adagrad makes its state when it is made.
+    # Adagrad creates its state, with `step` 0, in its constructor.
     if any(float(state.get("step", 1)) > 0 for state in optimizer.state.values()):
         raise ConfigError(f"{name} has stepped already; prepare it before its first step.")
     sees_full_params = engine.config.zero_stage == 0 and not any(
@@ -425,15 +448,15 @@ def prepare_optimizer(optimizer: torch.optim.Optimizer, *, elementwise: bool = F
     )
     if not (elementwise or sees_full_params or is_elementwise(type(optimizer))):
         raise UnsupportedError(
-            f"{type(optimizer).__module__}.{name} is not known to be elementwise (known: {', '.join(known())}): it "
-            "would see parts of parameters and compute something else. Use zero_stage=0 with tp_size=1, where it sees "
-            "whole ones, or hf_megatron.prepare_optimizer(optimizer, elementwise=True) if each entry is updated from "
-            "that entry alone."
+            f"{type(optimizer).__module__}.{name} is not known to be elementwise (known: {', '.join(known())}): on "
+            "shards of parameters it may compute something else. Use zero_stage=0 with tp_size=1, where parameters "
+            "are not sharded, or hf_megatron.prepare_optimizer(optimizer, elementwise=True) if it updates each entry "
+            "from that entry only."
         )
     half = any(p.dtype in _HALF for p in _parameters(optimizer))
     if half and engine.config.fp32_main_params and engine.config.zero_stage < 3:
         engine.reduce_gradients()
-    # Attached last: the mixin's methods need it.
+    # The class is swapped last: the mixin's methods need `_hf_megatron`.
     state = ShardedOptimizer(optimizer, engine)
     optimizer._hf_megatron = state  # type: ignore[attr-defined]
     optimizer.__class__ = _taken_over(type(optimizer))  # type: ignore[arg-type]

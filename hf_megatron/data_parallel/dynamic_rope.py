@@ -1,7 +1,8 @@
-"""Rotary embeddings that are scaled by the longest text of a call ("dynamic", "longrope"): that of the whole batch.
+"""Dynamic RoPE scaling ("dynamic", "longrope") by the longest sequence of the global batch.
 
-transformers takes the largest position of what it is given, which of a batch in parts is one of the part. A column with
-the whole batch's largest is added to the positions, and its angles are left out again.
+transformers rescales rotary embeddings by the largest position that it sees; a data-parallel rank or a microbatch sees
+only part of the batch. The largest position of the batch is appended to the positions as an additional column, and the
+angles of this column are removed again.
 """
 
 import inspect
@@ -23,14 +24,18 @@ _TOKENS = -2
 
 
 def scales_by_length(config: Any) -> bool:
-    """Tells whether a model's rotary embeddings depend on what else is in a call."""
+    """Returns whether a model's rotary embeddings depend on the longest sequence of a batch."""
     parameters = getattr(config.get_text_config(), "rope_parameters", None) or {}
     kinds = [parameters, *(value for value in parameters.values() if isinstance(value, Mapping))]
     return any(kind.get("rope_type") in _BY_LENGTH for kind in kinds)
 
 
 class DynamicRopeSync(Shared):
-    """Notes the largest position of each batch of a model, and has its rotary embeddings see it."""
+    """Computes the largest position of each batch and passes it to the model's rotary embeddings.
+
+    Attributes:
+        largest: scalar, the largest position of the current call; `None` if positions are left unchanged.
+    """
 
     def __init__(self, model: Any, state: ParallelState):
         self.state = state
@@ -38,7 +43,7 @@ class DynamicRopeSync(Shared):
         self.largest: Tensor | None = None
 
     def install(self, model: Any) -> None:
-        """Registers the hooks, on models of which it matters and whose batches lie in parts."""
+        """Registers the hooks if the model scales RoPE by length and its batches are split over ranks or stages."""
         in_parts = max(self.state.axes.size("dp"), self.state.axes.size("pp")) > 1
         if not in_parts or not scales_by_length(model.config):
             return
@@ -59,8 +64,9 @@ class DynamicRopeSync(Shared):
         is_of_batch = arguments.get("labels") is not None or (model.training and torch.is_grad_enabled())
         if inputs is None or not (is_of_batch and self.state.loss.over_ranks):
             return
-        # Every rank trains on its rows, or takes their loss for all, and waits for the others there too.
+        # Collective over dp: only in calls that every rank makes, because the loss is averaged over the ranks too.
         if self.largest is None:
+            # Without positions the model counts them itself: 0 to sequence length - 1.
             self.largest = torch.full((), inputs.shape[1] - 1, device=inputs.device)
         self.largest = self.largest.to(self.state.mesh.device, torch.int64, copy=True)
         dist.all_reduce(self.largest, dist.ReduceOp.MAX, group=self.state.mesh.group("dp"))
@@ -76,6 +82,7 @@ class DynamicRopeSync(Shared):
         names = list(inspect.signature(type(rotary).forward).parameters)[1:]
         bound = dict(zip(names, args, strict=False)) | kwargs
         positions = bound[POSITIONS]
+        # [batch, tokens] -> [batch, tokens + 1], or [1, tokens + 1].
         column = self.largest.to(positions).expand(*positions.shape[:-1], 1)
         return (), bound | {POSITIONS: torch.cat([positions, column], -1)}
 
@@ -83,4 +90,5 @@ class DynamicRopeSync(Shared):
     def _leave(self, rotary: nn.Module, args: tuple, output: Any) -> Any:
         if self.largest is None:
             return None
+        # cos and sin: [batch, tokens + 1, head_dim] -> [batch, tokens, head_dim].
         return tuple(angles.narrow(_TOKENS, 0, angles.shape[_TOKENS] - 1) for angles in output)

@@ -141,6 +141,7 @@ class DataParallel(Shared):
             split = self.parameters.split_by_fsdp(parameters)
             self._fsdp.check_forward(split, self.parameters.is_outside_fsdp)
         self._modules.reject_embeddings(self.mesh, self.config.num_microbatches)
+        # Autograd saves local tensors in this forward: their version counters must include earlier edits.
         self.sync_user_edits()
         self._shared_batch.check(args, kwargs)
         return self._begin_forward(parameters, args, kwargs) if torch.is_grad_enabled() else None
@@ -155,6 +156,7 @@ class DataParallel(Shared):
         if not self.mesh.reduces_gradients:
             return None
         self.forward_status.begin(self._modules.forward_hooks())
+        # The reducer registers one hook per parameter; any other one is the user's.
         reject_hooks(parameters, 0 if self.reducer is None else 1, self.parameters.name)
         return with_trained_inputs(args, kwargs, self.mesh.dp_size, lambda leaf: get_engine(leaf) is self)
 
@@ -164,7 +166,7 @@ class DataParallel(Shared):
 
     @leave_uncompiled
     def _watch_outputs(self, model: nn.Module, args: tuple, output: Any) -> Any:
-        """Makes the backward of a forward's outputs announce itself to the reducer."""
+        """Registers a forward's outputs, of any shape, so that their backward prepares the reducer first."""
         if not torch.is_grad_enabled():
             return output
         # The graph may outlive the model and must not keep it alive.
@@ -188,12 +190,13 @@ class DataParallel(Shared):
     @leave_uncompiled
     def _reject_functions(self, parameters: list[nn.Parameter]) -> None:
         """Raises `UnsupportedError` if `torch.func` has replaced the parameters by other tensors."""
+        # Without a reducer, FSDP2 or a pipeline, functional parameters work as in a plain model.
         is_local = self.reducer is None and self._fsdp is None and self.state.cut is None
         if not is_local and not all(parameter.is_leaf and not is_functional(parameter) for parameter in parameters):
             raise UnsupportedError(
-                f"torch.func.functional_call of a {type(self.model).__name__} with data parallelism or pipeline "
-                "stages: the tensors that replace its parameters are not reduced. Call the model itself, or use "
-                "tensor parallelism alone."
+                f"torch.func.functional_call of a {type(self.model).__name__} is not supported with data parallelism "
+                "or pipeline stages: gradients of the tensors that replace its parameters are not reduced. Call the "
+                "model itself, or use tensor parallelism only."
             )
 
     @contextmanager
@@ -202,6 +205,7 @@ class DataParallel(Shared):
         assert self._fsdp is not None
         self._fsdp.check_dtypes(self.parameters.split_by_fsdp(self.parameters.current()))
         with left_inference_mode():
+            # A call before the first forward: FSDP2 has not initialized its units yet.
             find_units(self.model)
             self.model.unshard()  # type: ignore[operator]
         try:
@@ -243,7 +247,7 @@ class DataParallel(Shared):
 
     def unedited(self) -> Callable[[], None]:
         """Returns a check that raises if a weight was edited in place since, on any pipeline stage."""
-        # FSDP2 has others in their place within calls.
+        # In ZeRO stage 3 the unsharded parameters replace the marked ones during calls: read the model's as well.
         return unedited([*self.parameters.marked, *filter(is_off_stage, self.model.parameters())])
 
     def _after_load(self, model: nn.Module, keys: Any) -> None:
@@ -269,6 +273,7 @@ class DataParallel(Shared):
     def gradients_apart(self) -> Iterator[None]:
         """Leaves no gradients of backwards inside, and reduces none; gradients that exist stay."""
         store = self.gradients
+        # A reduction in flight writes into the buffers that are stashed next.
         store.complete()
         stashed, synchronize = store.stash(), store.synchronize
         store.synchronize, self.is_rerunning = False, True
@@ -309,7 +314,8 @@ class DataParallel(Shared):
             gradient = reducer.gradient(parameter) if is_reduced and reducer is not None else parameter.grad
             if gradient is not None and not torch.isfinite(local_tensor(gradient)).all():
                 bad.append(name)
-        return f"those of {', '.join(bad[:5])}" + (" and others" if len(bad) > 5 else "") if bad else "all are finite"
+        names = ", ".join(bad[:5]) + (" and others" if len(bad) > 5 else "")
+        return f"the non-finite gradients are those of {names}" if bad else "all gradients are finite"
 
     # Optimizers
 
@@ -334,9 +340,9 @@ class DataParallel(Shared):
         is_known = f"{cls.__module__}.".startswith(_ELEMENTWISE_PACKAGES) and not issubclass(cls, torch.optim.LBFGS)
         if self.state.cut is not None and not (is_known or elementwise):
             raise UnsupportedError(
-                f"{cls.__name__} may take sums over all parameters, and a pipeline stage has its own only: use "
+                f"{cls.__name__} may combine values of all parameters, but a pipeline stage has only its own. Use "
                 "pp_size=1, or hf_megatron.prepare_optimizer(optimizer, elementwise=True) if it steps on each "
-                "parameter by itself."
+                "parameter separately."
             )
 
 
@@ -356,6 +362,7 @@ def _check_backward(engine: "weakref.ref[DataParallel]", node: Any) -> None:
 
 
 def _zero_grad(model: Any, set_to_none: bool = True) -> None:
+    # `.grad` holds proxies: the gradients themselves are discarded in the buckets.
     nn.Module.zero_grad(model, set_to_none)
     state = parallel_state(model)
     assert state is not None
@@ -363,8 +370,8 @@ def _zero_grad(model: Any, set_to_none: bool = True) -> None:
     if engine.model is model:
         if set_to_none and engine.reducer is not None:
             engine.reducer.discard()
-        for callback in (*engine.callbacks.on_cleared, *engine.callbacks.on_discarded):
-            callback()
+        for cleared in (*engine.callbacks.on_cleared, *engine.callbacks.on_discarded):
+            cleared()
 
 
 def get_engine(parameter: Tensor) -> DataParallel | None:

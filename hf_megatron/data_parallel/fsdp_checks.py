@@ -1,4 +1,4 @@
-"""What a loop cannot do with a model whose weights are whole within its forward only (stage 3): each is an error."""
+"""Checks of training loops with ZeRO stage 3, whose weights are unsharded only during the model's forward."""
 
 import operator
 from collections.abc import Callable, Iterable
@@ -18,59 +18,59 @@ from ..errors import UnsupportedError
 
 
 class FullWithinForward(Shared):
-    """Hook of a module that reads parameters of its own: raises where FSDP2 has not put them together.
+    """Forward pre-hook of a module with parameters; raises if they are sharded because the model was not called.
 
-    Putting them together for such a call would give the right output, and lose the gradient: FSDP2 reduces gradients
-    when the backward of the module's unit is over, which is that of the model's forward.
+    Unsharding them for such a call would give the right output but lose the gradient: FSDP2 reduces gradients at the
+    end of the backward of the module's unit, which belongs to the model's forward.
     """
 
     def __init__(self, name: str):
         self.name = name
 
     def install(self, module: nn.Module, hooks: ForwardHooks) -> None:
-        hooks.add_to(module, "zero 3 weights", self._enter)
+        hooks.add_to(module, "zero 3", self._enter)
 
     def _enter(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         if not torch.compiler.is_compiling() and any(map(is_sharded, module._parameters.values())):
             raise UnsupportedError(
                 f"{self.name} ({type(module).__name__}) was called outside of the model's forward: with zero_stage=3 "
-                "its weights are whole within it only. Read its output with a forward hook, or load the model with "
-                "zero_stage=2."
+                "its weights are unsharded during that forward only. Read its output with a forward hook, or load the "
+                "model with zero_stage=2."
             )
 
 
 def is_sharded(parameter: Any) -> bool:
-    """Tells whether this rank holds the part of a parameter that FSDP2 left it."""
+    """Returns whether a parameter is an FSDP2 shard at present."""
     return isinstance(parameter, DTensor) and is_weight_axis(parameter.device_mesh.mesh_dim_names[0])  # type: ignore[index]
 
 
 class AfterFirstForward(Shared):
-    """Hook of a unit: raises before the model's first forward, after which FSDP2 knows the units and their root."""
+    """Forward pre-hook of a unit; raises before the model's first forward, which initializes FSDP2."""
 
     def __init__(self, name: str, has_run: Callable[[], bool]):
         self.name, self.has_run = name, has_run
 
     def install(self, unit: nn.Module, hooks: ForwardHooks) -> None:
-        hooks.add_to(unit, "zero 3 unit", self._enter)
+        hooks.add_to(unit, "zero 3", self._enter)
 
     def _enter(self, unit: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         if not torch.compiler.is_compiling() and not self.has_run():
             raise UnsupportedError(
-                f"{self.name} was called before the model's first forward: with zero_stage=3 "
-                "FSDP2 has not put its units together yet. Call the model first, or load it with zero_stage=2."
+                f"{self.name} was called before the model's first forward, which initializes FSDP2 with zero_stage=3. "
+                "Call the model first, or load it with zero_stage=2."
             )
 
 
 def is_unit(module: nn.Module) -> bool:
-    """Tells whether FSDP2 splits a module's weights together."""
+    """Returns whether a module is an FSDP2 unit."""
     return isinstance(module, FSDPModule)
 
 
 def install_guards(model: nn.Module, hooks: ForwardHooks, has_run: Callable[[], bool]) -> None:
-    """Guards every module with parameters of its own, after FSDP2 has installed its hooks.
+    """Registers the checks on every module with direct parameters, after FSDP2 has installed its hooks.
 
     Args:
-        has_run (`Callable`): tells whether the model was called.
+        has_run (`Callable`): returns whether the model was called.
     """
     for name, module in model.named_modules():
         if any(parameter is not None for parameter in module._parameters.values()):
@@ -80,11 +80,11 @@ def install_guards(model: nn.Module, hooks: ForwardHooks, has_run: Callable[[], 
 
 
 class SplitPlaces:
-    """Where the parameters that FSDP2 split stand: it goes on with those whatever is put in their place."""
+    """Parameters that FSDP2 has sharded, by place; it keeps using them even if a module gets another parameter."""
 
     def __init__(self, model: nn.Module):
         self.model = model
-        # Kept, so that no other gets the identity of one.
+        # References are kept so that no other dict gets the same id.
         self._all = [module._parameters for module in model.modules()]
         self._known = set(map(id, self._all))
         self._holders = [holder for holder in self._all if holder]
@@ -95,14 +95,15 @@ class SplitPlaces:
         return [parameter for holder in self._holders for parameter in holder.values()]
 
     def check(self) -> None:
-        """Raises `UnsupportedError` if a parameter was tied, untied or exchanged.
+        """Raises `UnsupportedError` if a parameter was tied, untied or replaced.
 
-        Before the first forward one may be exchanged for another of its layout.
+        Before the first forward, a parameter may be replaced by another one with the same shape and placements.
         """
         parameters = self._found()
         if not self._taken and _sharing(parameters) == self._sharing and _layouts(parameters) == self._layouts:
-            # The first forward, in which FSDP2 takes over what it finds, as if it were split as what it split.
+            # First forward: FSDP2 uses the parameters that it finds now.
             self._taken = parameters
+        # Unsharded parameters replace the sharded ones during a forward and until a backward.
         if len(parameters) == len(self._taken) and all(map(operator.is_, parameters, self._taken)):
             return
         unsharded_ids = {id(parameter) for parameter in unsharded_parameters(self.model)}
@@ -110,16 +111,16 @@ class SplitPlaces:
             new is not old and id(new) not in unsharded_ids for new, old in zip(parameters, self._taken, strict=True)
         ):
             raise UnsupportedError(
-                "A parameter of a model with zero_stage=3 was tied, untied or exchanged, and FSDP2 would go on with "
-                "the old one. Do so in one process before from_pretrained(..., megatron_config=...), copy into the "
-                "parameter, or load the model with zero_stage=2."
+                "A parameter of a model with zero_stage=3 was tied, untied or replaced, but FSDP2 would keep using the "
+                "old one. Change the saved model in a single process before from_pretrained(..., megatron_config=...), "
+                "copy values into the parameter, or load the model with zero_stage=2."
             )
 
     def reject_added(self, is_known: Callable[[nn.Parameter], bool]) -> None:
-        """Raises `UnsupportedError` if a module that came later has weights to train, or weights that FSDP2 splits.
+        """Raises `UnsupportedError` if a module that was added after sharding has trained or sharded weights.
 
         Args:
-            is_known (`Callable`): whether somebody else reduces a parameter's gradient.
+            is_known (`Callable`): whether another component reduces a parameter's gradient.
         """
         for name, module in self.model.named_modules():
             if id(module._parameters) in self._known:
@@ -129,15 +130,15 @@ class SplitPlaces:
                     continue
                 if parameter.requires_grad or is_sharded(parameter):
                     raise UnsupportedError(
-                        f"{name}.{param_name} came to a model with zero_stage=3 after loading: FSDP2 neither splits it "
-                        "nor reduces its gradient. Make it part of the model before from_pretrained(..., "
-                        "megatron_config=...), with a class of your own, freeze it, or load the model with "
-                        "zero_stage=2."
+                        f"{name}.{param_name} was added to a model with zero_stage=3 after loading: FSDP2 neither "
+                        "shards it "
+                        "nor reduces its gradient. Define it in a model class of your own and load that with "
+                        "from_pretrained(..., megatron_config=...), freeze it, or load the model with zero_stage=2."
                     )
 
 
 class FsdpGuards:
-    """Checks of a model that FSDP2 splits, before each of its forwards."""
+    """Checks that run before each forward of a model with ZeRO stage 3."""
 
     def __init__(self, model: nn.Module):
         self._places = SplitPlaces(model)
@@ -152,7 +153,7 @@ class FsdpGuards:
         """Raises `UnsupportedError` if FSDP2 would not see a change made since the last forward.
 
         Args:
-            parameters: those that FSDP2 splits.
+            parameters: the parameters that FSDP2 shards.
             is_known (`Callable`): whether the gradient of a parameter is reduced by another component.
         """
         self._places.check()
@@ -165,20 +166,20 @@ class FsdpGuards:
         dtypes = [parameter.dtype for parameter in parameters]
         if self._dtypes and dtypes != self._dtypes:
             raise UnsupportedError(
-                "A model with zero_stage=3 was cast after its first forward, for which FSDP2 has made its buffers: "
-                "cast it before, or load it with dtype=... ."
+                "A model with zero_stage=3 was cast after its first forward, but FSDP2 has allocated its buffers by "
+                "then. Cast it before, or load it with dtype=... ."
             )
         self._dtypes = dtypes
 
 
 def _sharing(parameters: list[nn.Parameter | None]) -> list[int]:
-    """Numbers places, those that hold the same parameter alike."""
+    """Returns an index per place; places that hold the same parameter have the same one."""
     indices: dict[int, int] = {}
     return [indices.setdefault(id(parameter), len(indices)) for parameter in parameters]
 
 
 def _layouts(parameters: list[nn.Parameter | None]) -> list[Any]:
-    """Lists how each parameter is split."""
+    """Returns shape, mesh and placements of each parameter that is a `DTensor`."""
     return [
         (parameter.shape, parameter.device_mesh, parameter.placements) if isinstance(parameter, DTensor) else None
         for parameter in parameters

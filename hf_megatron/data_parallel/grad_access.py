@@ -64,10 +64,10 @@ class GradAccess(Shared):
         """Creates the proxy of each parameter's gradient."""
         self._proxies = {id(parameter): grad_proxy(parameter, self) for parameter in parameters}
 
-    # What `.grad` shows
+    # Proxies in `.grad`
 
     def show(self, bucket: Bucket, indices: Iterable[int]) -> None:
-        """Puts the proxies of these slots' gradients into `.grad`."""
+        """Sets `.grad` of these slots' parameters to the proxies of their gradients."""
         for index in indices:
             parameter = bucket.slots[index].parameter
             parameter.grad = self._proxies[id(parameter)]
@@ -94,6 +94,7 @@ class GradAccess(Shared):
 
     def detach_for_backward(self) -> None:
         """Takes the proxies of all gradients out of `.grad` until the current backward ends."""
+        # Into an empty `.grad` autograd moves the gradient; an addition to a proxy would go through dispatch.
         for bucket in self.reducer.buckets:
             for index in bucket.written | bucket.used:
                 parameter = bucket.slots[index].parameter
@@ -107,7 +108,7 @@ class GradAccess(Shared):
             self.parameter(key).grad = self._proxies[key]
         self._detached.clear()
 
-    # What autograd accumulated
+    # Gradients that autograd accumulated
 
     def has_accumulated(self, parameter: Tensor) -> bool:
         """Returns whether `.grad` of a parameter of any shape has something that is not in its bucket."""
@@ -122,12 +123,14 @@ class GradAccess(Shared):
     @torch.no_grad()
     def take_accumulated(self, parameter: Tensor) -> Tensor:
         """Takes what autograd accumulated, of any shape, out of `.grad`."""
+        # A gradient that autograd added to the proxy in `.grad`.
         gradient = self._proxies[id(parameter)].copy_local_shard()
         if gradient is not None:
             return gradient
         gradient = parameter.grad
         assert gradient is not None
         if id(parameter) in self._detached:
+            # The first gradient of a backward that took the proxies out of `.grad`.
             self._detached.remove(id(parameter))
             return gradient
         bucket, index = self.reducer.slot(id(parameter))
@@ -155,7 +158,7 @@ class GradAccess(Shared):
                 elif parameter in with_gradient:
                     parameter.grad = proxy
 
-    # What a training loop does to `.grad`
+    # User edits of `.grad`
 
     @torch.no_grad()
     def sync_user_edits(self) -> None:
@@ -164,9 +167,11 @@ class GradAccess(Shared):
             for index, slot in enumerate(bucket.slots):
                 gradient = slot.parameter.grad
                 if gradient is None:
+                    # Removed by the loop (`p.grad = None`): its reduction, which is collective, completes first.
                     if index in bucket.written or index in bucket.used:
                         self.reducer.complete()
                         bucket.discard_slots({index}, keep=self.reducer.keep_grad_buffer)
+                # A full gradient, or another parameter's proxy, was put into `.grad`: copy this rank's shard of it.
                 elif not isinstance(gradient, ShardedGrad) or gradient.key != id(slot.parameter):
                     self.reducer.complete()
                     unsharded = gradient.read() if isinstance(gradient, ShardedGrad) else gradient
@@ -174,7 +179,7 @@ class GradAccess(Shared):
                     self._replace(id(slot.parameter), unsharded)
 
     def _renew(self, parameter: Tensor) -> None:
-        """Makes another proxy for a parameter's next gradient if something still refers to the last one."""
+        """Replaces a parameter's proxy if something still refers to it; the old one raises when it is used."""
         # `is_held` counts references: it comes before this function has one.
         is_kept = is_held(self._proxies, id(parameter))
         present = self._proxies[id(parameter)]
@@ -186,6 +191,7 @@ class GradAccess(Shared):
     def _replace(self, key: int, gradient: Tensor) -> None:
         bucket, index = self.reducer.slot(key)
         bucket.discard_slots({index}, keep=self.reducer.keep_grad_buffer)
+        # Local shape -> `[entries]` -> this rank's `[stop - start]`; no communication, as every rank has the full one.
         start, stop = self.owned_range(key)
         self.open_owned(key).copy_(local_tensor(gradient.detach()).reshape(-1)[start:stop])
 

@@ -1,4 +1,4 @@
-"""The norm of a whole model's gradient from every rank's shards: each entry counted once."""
+"""Global gradient norm and clipping: combines the shards of all ranks and counts each entry once."""
 
 import math
 from collections.abc import Iterable
@@ -17,7 +17,7 @@ from .norm_checks import ListOfRanks, has_all, list_engines, pipelines
 
 
 def _distinct(tensor: Tensor) -> int:
-    """Counts the different shards that a tensor is split into by its placements."""
+    """Returns the number of different shards that a tensor has by its placements."""
     if not isinstance(tensor, DTensor):
         return 1
     sizes = zip(tensor.device_mesh.shape, tensor.placements, strict=True)
@@ -25,9 +25,12 @@ def _distinct(tensor: Tensor) -> int:
 
 
 def local_gradients(parameters: Iterable[Tensor]) -> dict[int, list[Tensor]]:
-    """Maps how many ranks hold the same entries to this rank's share of the gradients, each of any shape.
+    """Returns this rank's shards of the reduced gradients, grouped by the number of ranks that hold the same entries.
 
-    Completes what the data parallel ranks have started to reduce, so every rank calls it.
+    Collective: it completes reductions over the data-parallel ranks.
+
+    Returns:
+        number of copies of an entry over all ranks -> gradients of any shape.
     """
     shares: dict[int, list[Tensor]] = {}
     finished = set()
@@ -44,6 +47,7 @@ def local_gradients(parameters: Iterable[Tensor]) -> dict[int, list[Tensor]]:
             gradient, parts = placed_gradient(parameter), 1
         if gradient is None or not local_tensor(gradient).numel():
             continue
+        # holders = ranks with the parameter or a shard of it; over tp shards and dp shards (`parts`), entries differ.
         placed, engine = parameter if reducer is not None else gradient, get_engine(parameter)
         holders = dist.get_world_size() if engine is None else engine.parameters.holders(parameter)
         shares.setdefault(holders // (_distinct(placed) * parts), []).append(local_tensor(gradient))
@@ -51,17 +55,22 @@ def local_gradients(parameters: Iterable[Tensor]) -> dict[int, list[Tensor]]:
 
 
 def _norm(listed: ListOfRanks, shares: dict[int, list[Tensor]], norm_type: float) -> tuple[Tensor, Tensor]:
-    """Returns the norm, a scalar, and what was reduced: what it is the root of, and the list's flags `[1 + flags]`."""
+    """Computes the norm over all ranks with one all-reduce.
+
+    Returns:
+        the norm, a scalar, and the reduced tensor `[1 + flags]`: the sum of powers (or the maximum), and the flags.
+    """
     infinite = norm_type == math.inf
     meshes = [mesh.device for mesh in pipelines()]
     shard_devices = [shard.device for shards in shares.values() for shard in shards[:1]]
     device = next(iter((*shard_devices, *meshes)), torch.device("cpu"))
     reduced = torch.zeros(1 + len(listed.flags), dtype=torch.float32, device=device)
     for index, flag in enumerate(listed.flags):
-        # By itself: a device waits for a copy from the host.
+        # `fill_` passes the value as a kernel argument; copying a host tensor would synchronize with the device.
         reduced[1 + index].fill_(flag)
     total = reduced[0]
     for copies, shards in shares.items():
+        # Each of `copies` ranks adds the same power sum: divide, so that every entry counts once.
         norms = torch.stack(torch._foreach_norm(shards, norm_type)).float()
         part = norms.max() if infinite else norms.pow(norm_type).sum() / copies
         total.copy_(torch.maximum(total, part) if infinite else total + part)
@@ -70,11 +79,11 @@ def _norm(listed: ListOfRanks, shares: dict[int, list[Tensor]], norm_type: float
 
 
 def gradient_norm(parameters: Iterable[Tensor], norm_type: float = 2.0) -> Tensor:
-    """Returns the norm, a scalar in fp32, over all parameters with a gradient, the same on every rank.
+    """Returns the gradient norm of all parameters, an fp32 scalar that is the same on every rank; collective.
 
     Args:
-        parameters: of a model laid out by this library; others are taken as replicated over the world.
-        norm_type (`float`, defaults to 2): any p of 1 or more, or infinity.
+        parameters: parameters of a parallelized model; others are treated as replicated on all ranks of the job.
+        norm_type (`float`, defaults to 2): p-norm with p of 1 or more, or infinity.
     """
     parameters = list(parameters)
     listed = ListOfRanks(parameters)
@@ -85,9 +94,9 @@ def gradient_norm(parameters: Iterable[Tensor], norm_type: float = 2.0) -> Tenso
 
 
 def has_finite_gradients(parameters: Iterable[Tensor]) -> bool:
-    """Tells every rank whether all gradients of an optimizer's parameters are finite, on all of them.
+    """Returns whether all gradients of an optimizer's parameters are finite on all ranks; collective.
 
-    The one place in a step where the host waits for a device: the flags come with the sum.
+    The only place in a step where the host waits for the device: norm and flags are read together.
     """
     parameters = list(parameters)
     listed = ListOfRanks(parameters, in_step=True)
@@ -97,7 +106,7 @@ def has_finite_gradients(parameters: Iterable[Tensor]) -> bool:
 
 
 def check_norm(norm: Tensor, error_if_nonfinite: bool) -> Tensor:
-    """Returns the norm, a scalar; raises torch's `RuntimeError` if it is asked to and the norm is not finite."""
+    """Returns the norm, a scalar; raises torch's `RuntimeError` if it is not finite and `error_if_nonfinite`."""
     if error_if_nonfinite:
         _require_finite(bool(torch.isfinite(norm)))
     return norm
@@ -119,9 +128,13 @@ def clip_grad_norm(
     *,
     in_step: bool = False,
 ) -> Tensor:
-    """Scales gradients of any shape to a norm of at most `max_norm`; returns the norm before, a scalar.
+    """Clips gradients of any shape to a global norm of `max_norm`; collective.
 
-    `in_step` tells that an optimizer asks; see `ListOfRanks`.
+    Args:
+        in_step (`bool`, defaults to `False`): whether an optimizer step calls it for its parameters; see `ListOfRanks`.
+
+    Returns:
+        the norm before clipping, a scalar.
     """
     if norm_type < 1:
         raise ConfigError(f"clip_grad_norm: norm_type = {norm_type}; expected 1 or more, or infinity.")
@@ -129,30 +142,30 @@ def clip_grad_norm(
     listed, shares = ListOfRanks(parameters, in_step=in_step), local_gradients(parameters)
     norm, reduced = _norm(listed, shares, norm_type)
     total, *flags = reduced.tolist()
-    is_global, is_finite = listed.judge(flags), math.isfinite(total)
+    is_replicated, is_finite = listed.judge(flags), math.isfinite(total)
     if error_if_nonfinite:
         _require_finite(is_finite)
     for engine in listed.engines:
-        engine.step_status.record_clipping(max_norm, is_finite=is_finite, is_global=is_global)
+        engine.step_status.record_clipping(max_norm, is_finite=is_finite, is_replicated=is_replicated)
     _scale(shares, norm, max_norm)
     return norm
 
 
 def clip_with_norm(parameters: Tensor | Iterable[Tensor], max_norm: float, total_norm: Tensor) -> None:
-    """Scales gradients of any shape by what `total_norm`, a scalar, is more than `max_norm`."""
+    """Clips gradients of any shape to `max_norm`, given their global norm `total_norm`, a scalar."""
     parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     norm = total_norm.full_tensor() if isinstance(total_norm, DTensor) else torch.as_tensor(total_norm)
     engines = list_engines(parameters)
     is_finite = bool(engines) and bool(torch.isfinite(norm))
     for engine in engines:
-        # Of all stages' parameters these say nothing.
-        is_global = engine.state.cut is None and has_all(parameters, [engine])
-        engine.step_status.record_clipping(max_norm, is_finite=is_finite, is_global=is_global)
+        # This rank's parameters do not show whether the other pipeline stages passed all of theirs.
+        is_replicated = engine.state.cut is None and has_all(parameters, [engine])
+        engine.step_status.record_clipping(max_norm, is_finite=is_finite, is_replicated=is_replicated)
     _scale(local_gradients(parameters), norm, max_norm)
 
 
 def _scale(shares: dict[int, list[Tensor]], norm: Tensor, max_norm: float) -> None:
-    # The same formula as torch.nn.utils.clip_grad_norm_, so that clipped runs stay equal to one process.
+    # The formula of `torch.nn.utils.clip_grad_norm_`, so that clipped runs match the single-process run.
     factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
     for shards in shares.values():
         torch._foreach_mul_(shards, factor.to(shards[0].device))

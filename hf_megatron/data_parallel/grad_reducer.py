@@ -125,6 +125,7 @@ class GradientReducer(Shared):
         if _same(wanted, self.parameters) and self._kinds == [_kind(parameter) for parameter in wanted]:
             return
         self.finish()
+        # This rank's shards, `[entries]` each: the range that it owns of a parameter is the same in the new buckets.
         kept = {
             id(parameter): gradient.clone()
             for parameter in self.parameters
@@ -191,7 +192,7 @@ class GradientReducer(Shared):
         gradient = self.access.take_accumulated(parameter)
         if gradient.requires_grad:
             raise UnsupportedError(
-                f"backward(create_graph=True) with dp_size > 1 or main weights in fp32: the gradient of "
+                f"backward(create_graph=True) is not supported with dp_size > 1 or fp32 main params: the gradient of "
                 f"{self.name_of(parameter)} is reduced without its graph."
             )
         # The reduction sums, so each rank scales by 1 / ranks to get the average.
@@ -230,6 +231,7 @@ class GradientReducer(Shared):
             recv_buffer = bucket.take_inbox() if pairwise else bucket.own_segment(keep=self.keep_grad_buffer)
             work: Callable[[], Tensor] = ReduceScatter(rows, recv_buffer, sharing.shard_group).wait
         else:
+            # One shard: the buffer has one row, which is all-reduced over the replicas in place.
             reduction = dist.all_reduce(rows, group=sharing.replicate_group, async_op=True)
             work = partial(_wait_for, reduction, rows)
         self._started.append((bucket, work))
@@ -273,7 +275,7 @@ class GradientReducer(Shared):
             counts = counts[size:]
 
     def finalize(self) -> None:
-        """Makes `gradient` final for a step: reads edits of `.grad` back and completes reductions; collective."""
+        """Prepares `gradient` for a step: reads edits of `.grad` back and completes reductions; collective."""
         self.access.sync_user_edits()
         self.finish()
 
@@ -365,12 +367,13 @@ class GradientReducer(Shared):
 
     def stash(self) -> list[GradBuffer] | None:
         """Takes the accumulated gradients out; returns `None` where there are none, whose memory is reused then."""
+        # One `GradBuffer` per bucket: the bucket continues with empty ones, and nothing is copied.
         stashed = None if self.is_empty else [bucket.exchange(GradBuffer()) for bucket in self.buckets]
         self.access.hide()
         return stashed
 
     def unstash(self, stashed: list[GradBuffer] | None) -> list[GradBuffer]:
-        """Puts stashed gradients back; returns those that were accumulated meanwhile."""
+        """Restores stashed gradients; returns those that were accumulated meanwhile."""
         if stashed is None:
             stashed = [GradBuffer() for _ in self.buckets]
         present = [bucket.exchange(buffer) for bucket, buffer in zip(self.buckets, stashed, strict=True)]

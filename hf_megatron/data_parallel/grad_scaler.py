@@ -1,7 +1,7 @@
-"""fp16 loss scaling: one verdict on overflow for all ranks.
+"""fp16 loss scaling with one overflow check (`found_inf`) for all ranks.
 
-Each rank sees its own shards. torch's scaler asks only those, and a rank without an overflow would step while another
-skips: the weights diverge in silence.
+Each rank sees only its gradient shards. torch's `GradScaler` checks only those, so a rank without an overflow would
+step while another one skips the step, and the weights would diverge silently.
 """
 
 import torch
@@ -14,18 +14,23 @@ from .grad_norm import local_gradients
 
 @torch.no_grad()
 def unscale(optimizer: ShardedOptimizer, inv_scale: Tensor, found_inf: Tensor) -> dict[torch.device, Tensor]:
-    """Does `GradScaler._unscale_grads_` on an optimizer's reduced gradients; returns device -> `found_inf`.
+    """Unscales an optimizer's reduced gradients, as `GradScaler._unscale_grads_` does; collective.
 
     Args:
-        inv_scale (`Tensor`): a scalar, one over the loss scale.
-        found_inf (`Tensor`): a scalar 0, taken as 1 if any rank's gradient is not finite.
+        inv_scale (`Tensor`): scalar, 1 / loss scale.
+        found_inf (`Tensor`): scalar 0.
+
+    Returns:
+        device -> `found_inf`, a scalar that is 1 on all ranks if any gradient of any rank is not finite.
     """
     shares = local_gradients(optimizer.parameters())
+    # The kernel writes 1 into its second argument: work on a copy.
     inf_flag = found_inf.clone()
     for shards in shares.values():
         torch._amp_foreach_non_finite_check_and_unscale_(shards, inf_flag, inv_scale)
     dist.all_reduce(inf_flag, op=dist.ReduceOp.MAX)
     optimizer.engine.step_status.record_scaler()
+    # Main params get the unscaled gradients.
     optimizer.collect()
     optimizer.engine.step_status.count(skipped=bool(inf_flag))
     return {inf_flag.device: inf_flag}

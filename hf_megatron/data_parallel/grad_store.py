@@ -42,7 +42,7 @@ class GradStore(Protocol):
         """Takes the accumulated gradients out and returns them; the store is empty afterwards."""
 
     def unstash(self, stashed: Any) -> Any:
-        """Puts stashed gradients back in exchange for the accumulated ones, which are returned."""
+        """Restores stashed gradients in exchange for the accumulated ones, which are returned."""
 
     def parameters_with_grad(self, gradients: Any) -> list[nn.Parameter]:
         """Returns the parameters that stashed gradients may belong to."""
@@ -101,7 +101,7 @@ class PlainGradients:
         return stashed
 
     def unstash(self, stashed: list[Tensor | None]) -> list[Tensor | None]:
-        """Puts stashed gradients of any shape into `.grad`; returns the present ones."""
+        """Restores stashed gradients of any shape in `.grad`; returns the present ones."""
         present = [parameter.grad for parameter in self.parameters]
         for parameter, gradient in zip(self.parameters, stashed, strict=True):
             parameter.grad = gradient
@@ -115,7 +115,9 @@ class PlainGradients:
         """Returns `factor` times the gradients, of any shape: autograd adds them and calls the parameters' hooks."""
         present = [gradient for gradient in gradients if gradient is not None]
         if keep:
+            # The stashed tensors may be flushed again: scale copies.
             return [gradient * factor for gradient in present]
+        # A tensor factor is always applied: comparing it with 1 would make the host wait for the device.
         if isinstance(factor, Tensor) or factor != 1:
             for gradient in present:
                 local_tensor(gradient).mul_(factor)
@@ -132,6 +134,8 @@ class PlainGradients:
 
     @contextmanager
     def hold(self, parameters: list[nn.Parameter]) -> Iterator[None]:
+        # `.grad` is empty inside, so that afterwards it holds the new gradient only, which the caller may sum over
+        # pipeline ranks before it is added to the earlier one.
         before = [parameter.grad for parameter in parameters]
         for parameter in parameters:
             parameter.grad = None

@@ -1,4 +1,4 @@
-"""Which ranks reduce a parameter's gradient together: those that share it, and those that repeat their shares."""
+"""Gradient sync groups: the ranks that average a parameter's gradient, as shards and replicas (hybrid sharding)."""
 
 from dataclasses import dataclass
 
@@ -12,10 +12,10 @@ class GradSyncGroup:
     """The ranks that average one parameter's gradient.
 
     Attributes:
-        shard_size, shard_rank, shard_group: the ranks that each own a part of its optimizer state.
-        replicate_size, replicate_rank, replicate_group: the ranks that own the same part.
-        divisor: what the sum of the ranks' gradients is divided by: their number, since each has a whole term of what
-            a loop makes of the weight itself.
+        shard_size, shard_rank, shard_group: the ranks that each own a different shard of its optimizer state.
+        replicate_size, replicate_rank, replicate_group: the ranks that own the same shard.
+        divisor: divides the sum of the ranks' gradients. It is the number of ranks, because a loss term that is
+            computed from the weight itself is complete on each of them.
     """
 
     shard_size: int
@@ -28,7 +28,7 @@ class GradSyncGroup:
 
     @classmethod
     def along(cls, axis: str, mesh: ParallelMesh) -> "GradSyncGroup":
-        """Finds the ranks along an axis that has shards and repetitions; every rank calls it."""
+        """Creates the group of the ranks along an axis, which has sub-axes for shards and replicas; collective."""
         shard, replicate = f"{axis}_shard", f"{axis}_replicate"
         return cls(
             mesh.axes.size(shard),
@@ -42,5 +42,5 @@ class GradSyncGroup:
 
     @property
     def size(self) -> int:
-        """All of these ranks."""
+        """Number of ranks that average the gradient."""
         return self.shard_size * self.replicate_size

@@ -1,7 +1,7 @@
-"""Weights that a loop edits in place between a forward and its backward, for which one process raises.
+"""Detection of weights that are edited in place between a forward and its backward, which plain torch rejects.
 
-torch compares the version counters of what it saved. A DTensor counts edits on itself, while its local part is saved;
-FSDP2 and pipelines compute with copies, or have computed everything when the loop edits.
+Autograd compares version counters of the tensors that it saved. A DTensor counts edits on itself, while autograd saves
+its local tensor; FSDP2 and pipelines compute with copies, or have run the backward before the loop edits a weight.
 """
 
 from collections.abc import Callable, Iterable
@@ -15,13 +15,13 @@ from ..compat.torch_memory import check_soon
 
 
 class PartVersions:
-    """Has the local parts of split weights count the edits that their DTensors have counted."""
+    """Propagates the version counters of DTensor weights to their local tensors."""
 
     def __init__(self) -> None:
         self._seen: dict[int, int] = {}
 
     def follow(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Takes note of edits of parameters of any shape since the last call, before a forward or backward."""
+        """Propagates edits of parameters of any shape since the last call; called before a forward or backward."""
         for parameter in parameters:
             if isinstance(parameter, DTensor):
                 version = parameter._version
@@ -31,9 +31,9 @@ class PartVersions:
 
 
 def unedited(parameters: Iterable[nn.Parameter]) -> Callable[[], None]:
-    """Returns what raises `RuntimeError`, as torch does, once one of the parameters of any shape was edited in place.
+    """Returns a function that raises `RuntimeError`, as torch does, if a parameter was edited in place meanwhile.
 
-    It refuses more than torch, which goes on where backward does not need the values of a weight, as of biases.
+    It is stricter than torch, which accepts edits of weights whose values the backward does not need, such as biases.
     """
     kept = list(parameters)
     before = list(map(_version, kept))
@@ -47,10 +47,10 @@ def unedited(parameters: Iterable[nn.Parameter]) -> Callable[[], None]:
 
 
 class Contents:
-    """The bits of weights as they are now, added up: for gradients that are computed before a loop can edit a weight.
+    """Checksums of the present weights, for gradients that are computed before the training loop can edit a weight.
 
-    Edits through `.data` count nowhere. Reading the weights twice in a step is little beside computing with them; an
-    exchange of entries with each other is not seen.
+    Checksums also see edits through `.data`, which no version counter counts, but not a permutation of entries. Reading
+    the weights twice per step costs little compared with the step itself.
     """
 
     def __init__(self, weights: Iterable[Tensor]):
@@ -61,7 +61,7 @@ class Contents:
         return torch.stack([_bits(weight).sum() for weight in self._weights]) if self._weights else torch.empty(0)
 
     def check(self, what: str) -> None:
-        """Raises `RuntimeError`, on an accelerator without waiting for it, where a weight is no longer what it was."""
+        """Raises `RuntimeError` if a weight has changed; on an accelerator later, so that the host does not wait."""
         if self._weights:
             check_soon(torch.eq(self._added_up(), self._sum).all(), lambda: _edited(what))
 
@@ -84,6 +84,6 @@ def _edited(what: str) -> RuntimeError:
 def _version(parameter: Tensor) -> tuple[int, ...]:
     if not isinstance(parameter, DTensor):
         return (parameter._version,)
-    # Optimizers edit the part, and `.data = ...` exchanges it.
+    # Optimizers edit the local tensor, and `.data = ...` replaces it.
     part = local_tensor(parameter)
     return parameter._version, part._version, part.data_ptr()

@@ -1,4 +1,4 @@
-"""How many bytes a rank keeps of a parameter from step to step: what buckets and the sharded optimizer allocate."""
+"""Memory model of the persistent state of parameters: bytes that buckets and the sharded optimizer allocate."""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -6,20 +6,20 @@ from dataclasses import dataclass
 
 from ..core.communication.collectives import share
 
-# AdamW: two moments of fp32, and one number that counts its steps.
+# Bytes per entry with AdamW: two fp32 moments, fp32 main params, fp32 gradients; and one fp32 step counter.
 _MOMENTS, _MAIN, _GRADIENT, _STEPS = 8, 4, 4, 4
 
 
 @dataclass(frozen=True)
 class LocalParameter:
-    """What a rank holds of a parameter by all axes but those of data.
+    """Local shard of a parameter on a model-parallel rank, before data parallelism shards it further.
 
     Attributes:
-        shape: of its part.
-        itemsize: bytes of an entry.
-        average: the axis whose ranks share it (`GradientRule.average`).
-        is_trained: whether an optimizer has it.
-        codes (*optional*): bytes of its part where that is kept in few bits.
+        shape: shape of the local shard.
+        itemsize: bytes per entry.
+        average: the axis whose ranks average its gradient (`GradientRule.average`).
+        is_trained: whether an optimizer holds it.
+        codes (*optional*): bytes of the local shard if it is quantized (4/8-bit).
     """
 
     shape: tuple[int, ...]
@@ -30,7 +30,7 @@ class LocalParameter:
 
     @property
     def entries(self) -> int:
-        """Numbers of its part."""
+        """Number of entries of the local shard."""
         entries = 1
         for size in self.shape:
             entries *= size
@@ -40,14 +40,17 @@ class LocalParameter:
 def kept_bytes(
     parameters: Iterable[LocalParameter], zero_stage: int, shards: Mapping[str, int], *, offloads: bool = False
 ) -> dict[str, int]:
-    """Returns category -> bytes that the first rank keeps of parameters with AdamW, as `memory()` of both names them.
+    """Returns the bytes that the first rank keeps between steps with AdamW, by category.
 
-    Stages 2 and 3 keep no gradients from step to step; while one runs they have those of what a rank owns.
+    ZeRO stages 2 and 3 keep no gradients between steps; during a step they hold `gradient_bytes`.
 
     Args:
         zero_stage (`int`): 0 to 3.
-        shards: axis of `LocalParameter.average` -> ranks that each own a part of its optimizer state.
-        offloads (`bool`): whether main weights and moments are in the host's memory (`offload_optimizer`).
+        shards: axis of `LocalParameter.average` -> number of ranks that each own a shard of the optimizer state.
+        offloads (`bool`): whether main params and moments are in host memory (`offload_optimizer`).
+
+    Returns:
+        category, as named by `memory()` of the reducer and the sharded optimizer -> bytes.
     """
     kept: Counter[str] = Counter()
     for parameter in parameters:
@@ -55,7 +58,7 @@ def kept_bytes(
         owned = share(parameter.entries, ranks)
         weights = parameter.entries
         if zero_stage == 3 and parameter.entries:
-            # FSDP2 splits the first dim.
+            # FSDP2 shards dim 0.
             weights = parameter.entries // parameter.shape[0] * share(parameter.shape[0], ranks)
         kept["weights"] += weights * parameter.itemsize if parameter.codes is None else parameter.codes
         if not parameter.is_trained:
@@ -67,11 +70,11 @@ def kept_bytes(
                 kept["main weights"] += owned * _MAIN
             kept["moments"] += owned * _MOMENTS + _STEPS
         if zero_stage < 2:
-            # Rows of all who share it end in a column that counts who has a gradient.
+            # A bucket's buffer `[ranks, width + parameters]` has one flag column per parameter.
             kept["gradients"] += (owned + 1) * ranks * _GRADIENT
     return {category: size for category, size in kept.items() if size}
 
 
 def gradient_bytes(parameters: Iterable[LocalParameter], shards: Mapping[str, int]) -> int:
-    """Returns the bytes of gradients of what a rank owns; stages 2 and 3 have them beside `kept_bytes` in a step."""
+    """Returns the bytes of a rank's gradient shards, which ZeRO stages 2 and 3 hold during a step only."""
     return sum(_GRADIENT * share(one.entries, shards[one.average]) for one in parameters if one.is_trained)

@@ -29,7 +29,7 @@ class ModelParameters(Shared):
     def __init__(self, model: nn.Module, state: ParallelState, sync_groups: dict[str, GradSyncGroup] | None = None):
         self.model, self.state = model, state
         if sync_groups is None:
-            # Of the parameters of all stages: every rank takes part in making each group.
+            # Includes the axes of off-stage parameters: every rank of the job takes part in creating each group.
             axes = sorted({"dp"} | {sharding.gradient.average for sharding in state.shardings.values()})
             sync_groups = {axis: GradSyncGroup.along(axis, state.mesh) for axis in axes}
         self.sync_groups = sync_groups
@@ -53,7 +53,7 @@ class ModelParameters(Shared):
             self.scan()
         assert self._containers is not None
         values = (value for container in self._containers for value in container.values() if value is not None)
-        # A head on the first stage may have the tied weight, while its bias is off-stage.
+        # Checked per parameter: a module may have both kinds, such as a head with a tied weight and an off-stage bias.
         return list({id(value): value for value in values if not is_off_stage(value)}.values())
 
     def is_marked(self, parameters: list[nn.Parameter]) -> bool:
@@ -61,7 +61,8 @@ class ModelParameters(Shared):
         return len(parameters) == len(self.marked) and all(map(operator.is_, parameters, self.marked))
 
     def mark(self, parameters: list[nn.Parameter], engine: Any) -> None:
-        """Makes all parameters refer to their engine, and looks their shardings up."""
+        """Sets the engine attribute of all parameters, and looks their shardings up."""
+        # Off-stage parameters are marked too: optimizers and norms receive them in lists of all stages' parameters.
         names, shardings = self.names(), self.state.shardings
         for parameter in self.model.parameters():
             setattr(parameter, MARK, engine)
@@ -105,6 +106,7 @@ class ModelParameters(Shared):
 
     def holders(self, parameter: Tensor) -> int:
         """Returns the number of ranks of the job that hold a parameter of any shape or a shard of it."""
+        # "stage": the ranks of one pipeline stage, over all other axes. Two stages hold a tied weight.
         sharding = self.sharding(parameter)
         tied = sharding is not None and self.state.is_tied(sharding.name)
         return self.state.axes.size("stage") * (2 if tied else 1)

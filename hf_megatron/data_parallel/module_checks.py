@@ -40,9 +40,10 @@ class ModuleGuards:
         self._require_scan()
         if (any(self._backward) or has_global_backward_hooks()) and (mesh.reduces_gradients or mesh.tp_size > 1):
             raise UnsupportedError(
-                "A backward hook of a module: with dp_size or cp_size > 1 gradients of activations carry a factor, and "
-                "with tp_size > 1 a rank has a part of them. Remove it, and change or read `parameter.grad` between "
-                "backward() and step(), or train with pipeline stages alone."
+                "A backward hook of a module is not supported: with dp_size or cp_size > 1 gradients of activations "
+                "are multiplied by a factor, and with tp_size > 1 a rank may have only a shard of them. Remove it, and "
+                "read or change `parameter.grad` between backward() and step(), or train with pipeline parallelism "
+                "only."
             )
 
     def reject_embeddings(self, mesh: ParallelMesh, microbatches: int | None) -> None:
@@ -50,9 +51,11 @@ class ModuleGuards:
         self._require_scan()
         several = mesh.dp_size > 1 or (mesh.pp_size > 1 and microbatches != 1)
         for name, embedding in self._embeddings:
+            # Each rank would renormalize, or count, the tokens of its local samples only.
             if (embedding.max_norm is not None and mesh.dp_size > 1) or (embedding.scale_grad_by_freq and several):
                 option = "scale_grad_by_freq" if embedding.scale_grad_by_freq else "max_norm"
                 raise UnsupportedError(
-                    f"{name}.{option} = {getattr(embedding, option)}: dp ranks and microbatches have other tokens, and "
-                    "the rows of their weights would differ. Set it off, or train with dp_size=1 and pp_size=1."
+                    f"{name}.{option} = {getattr(embedding, option)} is not supported: data-parallel ranks and "
+                    "microbatches have different tokens, so the embedding's weights would differ from a single "
+                    "process. Disable it, or train with dp_size=1 and pp_size=1."
                 )

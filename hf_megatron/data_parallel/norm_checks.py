@@ -1,7 +1,7 @@
-"""Whether what the ranks of a pipeline hand over is one list of parameters.
+"""Checks that all pipeline stages pass the same parameter list to a gradient-norm call.
 
-The norm of a list is taken over all ranks at once, and a rank's n-th call is joined with the n-th of every other. Lists
-are the same on all of them, with weights of other stages as absent tensors, unless a loop has left those out:
+The norm is computed collectively, so the n-th call of a rank is combined with the n-th call of every other rank. The
+lists are the same on all ranks, with off-stage tensors for other stages' weights, unless a loop filters them out:
 
     for name, p in model.named_parameters():
         if "mlp" in name and p.device.index == rank:
@@ -27,11 +27,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ListedShard:
-    """What one rank knows of a list, by names.
+    """One rank's view of a parameter list, by names.
 
     Attributes:
         held: trained parameters of this rank that have a gradient.
-        own: those of them that are listed.
+        own: the listed ones of `held`.
         off_stage: listed parameters of other stages.
     """
 
@@ -41,13 +41,14 @@ class ListedShard:
 
 
 class ListOfRanks:
-    """What this rank's parameters, of any shape, are of a list over all ranks.
+    """This rank's parameters, of any shape, of a norm over all ranks.
 
     Args:
-        in_step (`bool`): an optimizer asks for its own parameters, whatever they are.
+        in_step (`bool`): whether an optimizer step computes the norm of its own parameters, which may be any subset.
 
     Attributes:
-        flags: numbers that the ranks add up with the norm; none where no pipeline is concerned.
+        flags: values that are all-reduced together with the norm: whether the list is partial, whether a step makes the
+            call, whether the training loop does. Empty without a pipeline.
     """
 
     def __init__(self, parameters: Sequence[Tensor], *, in_step: bool = False):
@@ -60,40 +61,42 @@ class ListOfRanks:
         )
 
     def judge(self, added: Sequence[float]) -> bool:
-        """Returns whether it is all trained parameters of their models, on all ranks.
+        """Returns whether the lists of all ranks contain all trained parameters of their models; collective.
 
-        Every rank of a pipeline calls it with the flags, added up over all ranks.
+        Args:
+            added: the flags, summed over all ranks.
 
-        Raises `UnsupportedError` on every rank of a pipeline whose lists cannot be told to be parts of one.
+        Raises:
+            UnsupportedError: on every rank of a pipeline, if the ranks passed different lists or different calls meet.
         """
         if not self.flags:
             return self.is_complete
         is_partial, steps, norms = added
         if steps and norms:
-            raise _error("some ranks have gone on to the optimizer's step.")
+            raise _error("some ranks have already called the optimizer's step.")
         if not is_partial or self.in_step:
             return not is_partial
         return _compare(_part(self.parameters, self.engines or _all_engines()))
 
 
 def has_all(parameters: Sequence[Tensor], engines: Sequence[DataParallel]) -> bool:
-    """Tells whether parameters of any shape are all that this rank trains of some models."""
+    """Returns whether parameters of any shape include all trained parameters that this rank holds of some models."""
     param_ids = {id(parameter) for parameter in parameters}
     return all(id(parameter) in param_ids for engine in engines for parameter in engine.parameters.trained)
 
 
 def list_engines(parameters: Sequence[Tensor]) -> list[DataParallel]:
-    """Lists the engines of the models that parameters of any shape belong to."""
+    """Returns the engines of the models that parameters of any shape belong to, each once."""
     return list({id(engine): engine for engine in map(get_engine, parameters) if engine is not None}.values())
 
 
 def joins(parameters: Sequence[Tensor]) -> bool:
-    """Tells whether a norm of parameters of any shape is taken over ranks; none at all may be some on other stages."""
+    """Returns whether a norm of parameters of any shape is collective; an empty list may have some on other stages."""
     return bool(list_engines(parameters)) or (not parameters and bool(pipelines()))
 
 
 def pipelines() -> list["ParallelMesh"]:
-    """Lists the meshes of this job's pipelines, the same on every rank."""
+    """Returns the meshes of this job's pipelines, the same on every rank."""
     return [mesh for mesh in RUNTIME.meshes.values() if mesh.pp_size > 1 and mesh.job is dist.group.WORLD]
 
 
@@ -116,6 +119,7 @@ def _part(parameters: Sequence[Tensor], engines: Sequence[DataParallel]) -> List
 
 
 def _compare(local_shard: ListedShard) -> bool:
+    # Reached only if some rank's list is partial: names are exchanged between the stages then.
     parts = [local_shard]
     for mesh in pipelines():
         gathered: list[ListedShard] = [local_shard] * mesh.pp_size
@@ -125,7 +129,7 @@ def _compare(local_shard: ListedShard) -> bool:
         return True
     for part in parts:
         for other in parts:
-            # Both ends hold a tied weight.
+            # A tied weight is held at both ends: `- part.held` leaves it out, because both list it as their own.
             listed, expected = part.off_stage & other.held, other.own - part.held
             if listed != expected:
                 raise _error(f"{min(listed ^ expected)} is listed by some ranks and left out by others.")
@@ -134,7 +138,7 @@ def _compare(local_shard: ListedShard) -> bool:
 
 def _error(reason: str) -> UnsupportedError:
     return UnsupportedError(
-        "clip_grad_norm_ or get_total_norm of some of a pipelined model's parameters has to get the same list on "
-        f"every rank: {reason} Take it from model.parameters() or named_parameters(), which list the weights of all "
+        "clip_grad_norm_ and get_total_norm of some parameters of a pipelined model need the same list on every "
+        f"rank: {reason} Select it from model.parameters() or named_parameters(), which list the weights of all "
         "stages."
     )

@@ -1,4 +1,4 @@
-"""An optimizer's state, found by the parameters of a model as well as by the leaves that stand for them."""
+"""Optimizer state that can be looked up by model parameter or by main param."""
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping
@@ -8,14 +8,14 @@ from torch import Tensor
 
 
 class StateByParameter(defaultdict):
-    """Maps a leaf, or the parameter of any shape that it stands for, to the leaf's state: of what this rank owns."""
+    """Maps a main param, or its model parameter of any shape, to the state of this rank's shard."""
 
     def __init__(self, states: Mapping[Tensor, Any], leaf_of: Callable[[Any], Tensor | None]):
         super().__init__(dict, states)
         self._leaf_of = leaf_of
 
     def _key(self, key: Any) -> Any:
-        # State that an optimizer made of a parameter before it was prepared has precedence.
+        # State that the optimizer created for the parameter itself, before it was prepared, has precedence.
         leaf = None if super().__contains__(key) else self._leaf_of(key)
         return key if leaf is None else leaf
 

@@ -1,8 +1,8 @@
-"""What the host has to know of the rows of a call: whether masks leave tokens out, and where positions begin anew.
+"""Cache of packing information per forward: whether masks hide tokens, and whether positions restart.
 
-transformers asks the device in every mask it makes, of a pipeline in each microbatch, and the host waits for what lies
-before. A call is asked here once: with its first mask, for all of its microbatches. What transformers makes of the
-answers stays as it is. Positions that a model counts itself begin once a row; nobody asks for them.
+transformers reads both from the device for every mask it builds, in a pipeline for each microbatch, and each read makes
+the host wait. Here they are read once per forward, with the first mask, for all microbatches. How transformers uses
+them does not change. Positions that the model counts itself restart in no sequence and need not be read.
 """
 
 import inspect
@@ -22,13 +22,13 @@ POSITIONS = "position_ids"
 
 
 class PackingInfo:
-    """Masks `[rows, tokens]` and positions `[rows, tokens]` of a call's microbatches, and one answer for each.
+    """Masks `[batch, tokens]` and positions `[batch, tokens]` of a call's microbatches, with one cached flag for each.
 
     Args:
-        microbatches: the arguments of each.
+        microbatches: arguments of each microbatch.
 
     Attributes:
-        finds_documents: whether somebody has asked for documents in the positions of the call.
+        finds_documents: whether the attention implementation has looked for documents in the positions of the call.
     """
 
     def __init__(self, microbatches: Sequence[Mapping[str, Any]]):
@@ -39,21 +39,21 @@ class PackingInfo:
         self.finds_documents = False
 
     def hides_tokens(self, mask: Tensor) -> bool | None:
-        """Tells whether a mask that transformers made of one of the call's leaves tokens out; `None` of another one."""
+        """Returns whether a mask that was made from one of the call's masks hides tokens; `None` for other masks."""
         _, place = self._masks.get(id(mask), (None, None))
         return None if place is None else self._answer(place)
 
     def begins_anew(self, positions: Tensor) -> bool | None:
-        """Tells whether positions of the call begin anew in a row; `None` of others."""
+        """Returns whether positions `[batch, tokens]` of the call restart within a sequence; `None` for others."""
         place = self._place(positions, 1)
         self.finds_documents |= place is not None
         return None if place is None else self._answer(place)
 
     def note_mask(self, mask: Any, prepared_mask: Any) -> None:
-        """Notes what transformers made of a mask that it was given."""
+        """Records the mask that transformers made from one of the call's masks."""
         place = self._place(mask, 0)
         if place is not None and isinstance(prepared_mask, Tensor):
-            # It is kept: nothing else may get its number.
+            # The reference keeps the mask alive, so that no other tensor gets its id.
             self._masks[id(prepared_mask)] = prepared_mask, place
 
     def _place(self, value: Any, first: int) -> int | None:
@@ -62,6 +62,7 @@ class PackingInfo:
 
     def _answer(self, place: int) -> bool:
         if self._answers is None:
+            # Masks are at even places and positions at odd ones; one transfer to the host reads all flags.
             answers = []
             for number, value in enumerate(self._given):
                 if value is None:
@@ -76,14 +77,14 @@ class PackingInfo:
 
 
 class ForwardInputHook(Shared):
-    """Notes for each call of a model what it was given."""
+    """Hook that records the packing information of each forward."""
 
     def __init__(self, model: Any, state: ParallelState):
         self.state = state
         self.names = list(inspect.signature(type(model).forward).parameters)[1:]
 
     def install(self) -> None:
-        """Adds the functions to the model's table of hooks."""
+        """Registers the hook."""
         self.state.hooks.add("forward input", self._enter, self._leave, always_exit=True)
 
     def _enter(self, model: Any, args: tuple, kwargs: dict[str, Any]) -> None:
@@ -101,7 +102,10 @@ def _active_forwards() -> list[PackingInfo]:
 
 
 def find_packed_sequence_indices(original: Callable, position_ids: Tensor) -> Tensor | None:
-    """Tells documents in rows apart by positions `[rows, tokens]`; `None` where none begin anew."""
+    """Returns the document index of each token from positions `[batch, tokens]`; `None` if no positions restart.
+
+    Replaces the function of transformers, which waits for the device in every call.
+    """
     if not torch.compiler.is_compiling():
         states = filter(None, map(parallel_state, RUNTIME.models))
         if any(state.call.numbers_tokens for state in states):
@@ -115,14 +119,14 @@ def find_packed_sequence_indices(original: Callable, position_ids: Tensor) -> Te
 
 
 def where_positions_begin(positions: Tensor) -> Tensor:
-    """Tells where positions `[rows, tokens]` do not follow the ones before; they do so at the first token."""
+    """Returns a mask `[batch, tokens]` of positions that do not follow the previous one; False at the first token."""
     return positions.diff(prepend=positions[:, :1] - 1) != 1
 
 
 def preprocess_mask_arguments(
     original: Callable, config: Any, inputs_embeds: Tensor, attention_mask: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    """Has the call under way remember which mask becomes which."""
+    """Records in the active forwards which mask transformers makes from which."""
     result = original(config, inputs_embeds, attention_mask, *args, **kwargs)
     if not torch.compiler.is_compiling():
         for known in _active_forwards():
@@ -131,20 +135,21 @@ def preprocess_mask_arguments(
 
 
 def without_asking(stock: Callable) -> Callable:
-    """Returns a function of masks that knows what masks of the call under way leave out."""
+    """Returns a mask function that uses the cached flags of the active forwards instead of reading the mask."""
     known = [] if torch.compiler.is_compiling() else _active_forwards()
-    # transformers calls them by keywords alone; what users have registered may have others.
+    # transformers passes keywords only; functions that users have registered may take others.
     return partial(_mask, stock, known) if known else stock
 
 
 def _mask(stock: Callable, known: list[PackingInfo], **kwargs: Any) -> Any:
     mask: Any = kwargs.get("attention_mask")
     keys = kwargs.get("kv_length")
-    is_full_mask = (
+    is_replicated = (
         mask is not None and kwargs.get("q_length") == keys and mask.shape == (kwargs.get("batch_size"), keys)
     )
-    answers = [rows.hides_tokens(mask) for rows in known] if is_full_mask else []
+    answers = [rows.hides_tokens(mask) for rows in known] if is_replicated else []
     hides = next((answer for answer in answers if answer is not None), None)
+    # A mask that hides tokens must not be skipped, so the device is not asked; one that hides none is dropped.
     if hides:
         kwargs |= {name: False for name in ("allow_is_causal_skip", "allow_is_bidirectional_skip") if name in kwargs}
     elif hides is False:

@@ -1,7 +1,7 @@
-"""After a step: what each rank owns of the shared parameters, sent to the others.
+"""All-gather of parameters after an optimizer step: each rank sends the shards that it has updated.
 
-Over gloo a large parameter is sent from where it lies and received where it belongs. Small ones, and all of them on
-other backends, travel in buckets.
+On gloo, large parameters are sent and received in place. Small ones, and all parameters on other backends, are
+all-gathered in buckets.
 """
 
 from collections.abc import Sequence
@@ -17,18 +17,18 @@ from .bucket_assignment import make_buckets
 from .buckets import Bucket, owned_range
 from .grad_sync_groups import GradSyncGroup
 
-# Below this, in entries, a message costs more than a copy.
+# Entries per rank below which a separate message costs more than a copy into a bucket.
 _LARGE = 2**15
-# Buckets whose rows exist at a time.
+# Buckets that have memory at the same time.
 _IN_FLIGHT = 2
 
 
 class ParamAllGather:
-    """Completes parameters of which this rank has updated its own part; every rank of the shard group has one.
+    """All-gather of parameters whose shards were updated, one on each rank of the shard group.
 
     Args:
         parameters (`Sequence[nn.Parameter]`): in the same order on every rank.
-        sharing (`GradSyncGroup`): of all of them.
+        sharing (`GradSyncGroup`): sync group of all these parameters.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter], sharing: GradSyncGroup):
@@ -41,11 +41,12 @@ class ParamAllGather:
 
     @torch.no_grad()
     def run(self) -> None:
-        """Returns when the parameters are whole on every rank."""
+        """Runs the all-gather; returns when this rank has all shards. Collective over the shard group."""
         ranks, rank = self.sharing.shard_size, self.sharing.shard_rank
         works = [work for parameter in self._in_place for work in self._exchange(parameter)]
         started: list[tuple[Bucket, AllGather]] = []
         for bucket in self._buckets:
+            # [ranks, width + parameters]: this rank fills its own row, and receives the others.
             rows = bucket.open_buffer()
             for slot in bucket.slots:
                 start, stop = owned_range(slot.entries, ranks, rank)
@@ -62,6 +63,7 @@ class ParamAllGather:
     def _exchange(self, parameter: nn.Parameter) -> list[Any]:
         flat: Tensor = local_tensor(parameter).detach().view(-1)
         ranks, rank, group = self.sharing.shard_size, self.sharing.shard_rank, self.sharing.shard_group
+        # One shard per rank: views of the local parameter, so nothing is copied.
         parts = [flat[slice(*owned_range(flat.numel(), ranks, other))] for other in range(ranks)]
         works: list[Any] = []
         for other, part in enumerate(parts):
@@ -79,5 +81,5 @@ def _receive(bucket: Bucket, gather: AllGather) -> None:
     rows = bucket.open_buffer()
     for slot in bucket.slots:
         slot.collect_from(rows, local_tensor(slot.parameter).detach())
-    # Kept, they would be a second copy of the weights.
+    # Free the buffer: it would be a second copy of the weights.
     bucket.rows = None

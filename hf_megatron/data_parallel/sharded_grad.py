@@ -1,8 +1,8 @@
-"""What `.grad` holds of a gradient whose parts lie on several ranks: a tensor without memory that leads to its parts.
+"""Sharded gradient: the proxy tensor in `.grad` of a parameter whose reduced gradient is sharded over ranks.
 
-Taking it away, scaling, clamping and other edits of single entries act on what this rank owns; edits of its rows go
-back to it (`written_back.py`). Whatever else reads it gets the whole gradient, which the ranks that share it put
-together: they all have to, as with a `DTensor`.
+It has no memory. Scaling, clamping and other elementwise edits act on this rank's shard only; edits of views are
+written back to the gradient (`core/communication/write_through.py`). Any other read gathers the full gradient, a
+collective over the ranks that share it, as with a `DTensor`.
 """
 
 import sys
@@ -22,17 +22,17 @@ from ..core.communication.write_through import Whole
 from ..errors import UnsupportedError
 
 _aten = torch.ops.aten
-# Edits of single entries that torch does not tag as such.
+# Elementwise edits that torch does not tag as pointwise.
 _OF_ENTRIES = {_aten.zero_.default, _aten.fill_.Scalar, _aten.fill_.Tensor, _aten.copy_.default}
 _ALIASES = {_aten.detach.default, _aten.alias.default}
 _ADDITIONS = {_aten.add_.Tensor, _aten.add.Tensor}
 
 
 class GradientOwner(Protocol):
-    """What adds up and reduces the gradients that `ShardedGrad`s stand for; parameters are named by identity.
+    """Accumulates and reduces the gradients that `ShardedGrad`s refer to; `key` is the id of a parameter.
 
     Attributes:
-        in_schedule: gradients are added outside of backward.
+        in_schedule: whether a pipeline schedule adds gradients outside of autograd's backward.
     """
 
     in_schedule: bool
@@ -50,15 +50,16 @@ class GradientOwner(Protocol):
         """Completes the reduction; returns a parameter's gradient, of its shape, on every rank."""
 
     def replace(self, key: int, gradient: Tensor) -> None:
-        """Takes a whole gradient, of any shape, in the place of a parameter's."""
+        """Replaces a parameter's gradient by a full one, of any shape."""
 
 
 class ShardedGrad(ProxyTensor):
-    """Stands for the gradient of one parameter, of whose shape and dtype it is; made by `grad_proxy`.
+    """Proxy of the gradient of one parameter, with its shape and dtype; created by `grad_proxy`.
 
     Attributes:
-        part (`Tensor`, *optional*): what autograd has added, of any shape, until the owner takes it in.
-        is_gone: another one stands for the parameter's gradient now.
+        key: id of the parameter.
+        part (`Tensor`, *optional*): local gradient that autograd has added, of any shape, until the owner takes it.
+        is_gone: whether another proxy has replaced this one.
     """
 
     key: int
@@ -68,7 +69,7 @@ class ShardedGrad(ProxyTensor):
 
     @property
     def owner(self) -> GradientOwner:
-        """What reduces this gradient."""
+        """The reducer of this gradient; raises `UnsupportedError` if the proxy is outdated."""
         owner = self._owner()
         if owner is None or self.is_gone:
             raise UnsupportedError(
@@ -82,11 +83,11 @@ class ShardedGrad(ProxyTensor):
         return self.owner.parameter(self.key)
 
     def read(self) -> Tensor:
-        """Returns the whole gradient, of its parameter's shape and dtype; every rank that shares it calls it."""
+        """Returns the full gradient, in its parameter's shape and dtype; collective over the ranks that share it."""
         return self.owner.unsharded(self.key)
 
     def copy_local_shard(self) -> Tensor | None:
-        """Hands out what autograd has added, of any shape."""
+        """Takes out and returns the local gradient that autograd has added, of any shape."""
         part, self.part = self.part, None
         return part
 
@@ -97,9 +98,11 @@ class ShardedGrad(ProxyTensor):
             if func in _ALIASES:
                 return first
             if func in _ADDITIONS and (in_backward() or first.owner.in_schedule):
+                # Autograd adds to `.grad`: keep the local gradient for the reducer instead of gathering.
                 first.part = args[1]
                 return first if func is _aten.add_.Tensor else args[1]
             if returns_view(func):
+                # The view is taken of the full gradient, and in-place edits of it are written back.
                 full = Whole(first, _read_full, _replace_full)
                 return full.views(func(full.tensor, *args[1:], **kwargs))
         edited = _edited(func, args, kwargs)
@@ -109,6 +112,7 @@ class ShardedGrad(ProxyTensor):
         if not func._schema.name.startswith("aten::_foreach_"):
             _edit(func, args, kwargs, edited, of_entries=func in _OF_ENTRIES or torch.Tag.pointwise in func.tags)
             return edited[0]
+        # `_foreach_` edits are split into one edit per tensor.
         for index, tensor in enumerate(edited):
             single = [[value[index]] if isinstance(value, (list, tuple)) else value for value in args]
             _edit(func, single, kwargs, [tensor], of_entries=True)
@@ -119,19 +123,19 @@ class _ReducedDTensor(ShardedGrad, ProxyDTensor):
     """The gradient of a `DTensor`."""
 
     def __getattr__(self, name: str) -> Any:
-        # A slot that is never filled, where a property would keep `Module.to` from swapping gradients.
+        # The slot `_local_tensor` is never filled. A property instead would keep `Module.to` from swapping gradients.
         if name == "_local_tensor":
             return local_tensor(self.read())
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
 
 def grad_proxy(parameter: Tensor, owner: GradientOwner) -> ShardedGrad:
-    """Makes what stands in `.grad` of a parameter, of any shape."""
+    """Creates the proxy for `.grad` of a parameter, of any shape."""
     kind = _ReducedDTensor if isinstance(parameter, DTensor) else ShardedGrad
     gradient = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
         kind, parameter.shape, strides=parameter.stride(), dtype=parameter.dtype, device=parameter.device
     )
-    # The parameter holds it where the cyclic collector does not look: it must keep neither parameter nor model.
+    # The garbage collector does not see the reference in `.grad`: the proxy must not keep the parameter or model alive.
     gradient.key, gradient.part, gradient.is_gone = id(parameter), None, False
     gradient._owner = weakref.ref(owner)
     if isinstance(parameter, DTensor):
@@ -140,7 +144,7 @@ def grad_proxy(parameter: Tensor, owner: GradientOwner) -> ShardedGrad:
 
 
 def is_held(gradients: dict[int, ShardedGrad], key: int) -> bool:
-    """Tells whether somebody else than this dictionary refers to one of its gradients, which is not in `.grad`."""
+    """Returns whether anything but this dictionary refers to the proxy of `key`, which is not in `.grad` at present."""
     return sys.getrefcount(gradients[key]) > _ALONE
 
 
@@ -148,7 +152,7 @@ _ALONE = next(sys.getrefcount(alone[key]) for alone, key in [({0: object()}, 0)]
 
 
 def _edited(func: Any, args: tuple, kwargs: dict[str, Any]) -> list[Tensor]:
-    """Lists the tensors that a function writes to."""
+    """Returns the tensors that a function writes to."""
     edited: list[Tensor] = []
     for index, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
@@ -162,14 +166,16 @@ def _with_full(args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
 
 
 def _edit(func: Any, args: Any, kwargs: dict[str, Any], edited: list[Tensor], *, of_entries: bool) -> None:
-    """Applies a function to gradients, of which this rank edits its own entries where that is all it takes."""
+    """Applies an in-place function: to this rank's shard if it is elementwise, otherwise to the full gradient."""
     gradient = edited[0]
     if of_entries and isinstance(gradient, ShardedGrad) and len(edited) == 1:
         operands = [value for value in tree_leaves((args, kwargs)) if isinstance(value, Tensor)]
         if all(_lies_like(gradient, operand) for operand in operands):
+            # All operands are cut to this rank's entries, `[owned]`.
             args, kwargs = tree_map_only(Tensor, lambda operand: _own_part(gradient, operand), (args, kwargs))
             func(*args, **kwargs)
             return
+    # Collective: gather, edit on every rank, and keep this rank's shard of the result.
     full_grads = {id(tensor): tensor.read() for tensor in edited if isinstance(tensor, ShardedGrad)}
     args, kwargs = tree_map_only(Tensor, lambda tensor: full_grads.get(id(tensor), tensor), (args, kwargs))
     args, kwargs = _with_full(args, kwargs)
@@ -191,7 +197,7 @@ def _replace_full(unsharded: Tensor, gradient: ShardedGrad) -> None:
 
 
 def _lies_like(gradient: ShardedGrad, operand: Tensor) -> bool:
-    """Tells whether the entries of an operand that belong to this rank's of the gradient are here."""
+    """Returns whether this rank has the operand's entries that match its shard of the gradient."""
     if isinstance(operand, ShardedGrad) and operand is not gradient:
         same = operand.shape == gradient.shape and isinstance(operand, DTensor) == isinstance(gradient, DTensor)
         return same and operand.owner.owned_range(operand.key) == gradient.owner.owned_range(gradient.key)

@@ -59,17 +59,18 @@ class StepStatus:
         self.skipped_steps = 0
         self._skipped_in_a_row = 0
 
-    def record_clipping(self, max_norm: float, *, is_finite: bool, is_global: bool) -> None:
+    def record_clipping(self, max_norm: float, *, is_finite: bool, is_replicated: bool) -> None:
         """Records that the gradient norm was computed, and whether gradients were clipped to it.
 
         Args:
             max_norm (`float`): infinity if only the norm was asked for.
             is_finite (`bool`): whether the norm is finite.
-            is_global (`bool`): whether it is the norm of all gradients of the model, identical on all ranks.
+            is_replicated (`bool`): whether it is the norm of all gradients of the model, identical on all ranks.
         """
         gradients = self._open()
         gradients.clipped = gradients.clipped or math.isfinite(max_norm)
-        if not is_finite or is_global:
+        # A finite norm of some parameters says nothing about the others; a non-finite one decides for all.
+        if not is_finite or is_replicated:
             gradients.finite = is_finite
 
     def record_scaler(self) -> None:
@@ -77,6 +78,7 @@ class StepStatus:
         self._open().scaled = True
 
     def _open(self) -> GradStatus:
+        # The first check after a step opens the status of the next one.
         if self.gradients.used:
             self.gradients = GradStatus()
         return self.gradients
@@ -86,11 +88,12 @@ class StepStatus:
         if not skipped:
             self._skipped_in_a_row = 0
             return
+        # The decision to skip is identical on all ranks, so all of them raise together.
         self.skipped_steps += 1
         self._skipped_in_a_row += 1
         if self._skipped_in_a_row >= self.max_skipped_steps:
             raise NonFiniteGradientError(
-                f"{self.max_skipped_steps} optimizer steps in a row had a gradient that is not finite "
-                f"(MegatronConfig.max_skipped_steps = {self.max_skipped_steps}); on this rank "
+                f"{self.max_skipped_steps} consecutive optimizer steps were skipped because of a non-finite gradient "
+                f"(MegatronConfig.max_skipped_steps = {self.max_skipped_steps}). On this rank "
                 f"{self.describe_nonfinite()}."
             )

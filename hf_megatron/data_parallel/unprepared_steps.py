@@ -15,7 +15,12 @@ _LISTED = "_hf_megatron_listed"
 
 
 def before_unprepared_step(optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict[str, Any]) -> None:
-    """Leaves a stock optimizer its own parameters; raises if it would find no gradient at all, and do nothing."""
+    """Removes off-stage parameters from an unprepared optimizer's groups for the step.
+
+    Raises:
+        ConfigError: if gradients are in buckets, where an unprepared optimizer does not find them.
+        UnsupportedError: if it holds tensors whose gradients are not reduced, or sums over parameters.
+    """
     if MARK in vars(optimizer):
         return
     groups = optimizer.param_groups
@@ -25,6 +30,7 @@ def before_unprepared_step(optimizer: torch.optim.Optimizer, args: tuple, kwargs
             group["params"] = [parameter for parameter in group["params"] if not is_off_stage(parameter)]
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     reject_untracked(p for p in parameters if type(p) is Tensor and UNREDUCED in vars(p))
+    # One parameter is enough to find the engine: an optimizer of a parallelized model has parameters of that model.
     first = parameters[0] if parameters else None
     engine = None if first is None else get_engine(first)
     if engine is not None:
@@ -32,13 +38,13 @@ def before_unprepared_step(optimizer: torch.optim.Optimizer, args: tuple, kwargs
         engine.check_before_step()
     if first is not None and get_reducer(first) is not None:
         raise ConfigError(
-            f"{type(optimizer).__name__} steps on a data parallel model without knowing it: pass it through "
+            f"{type(optimizer).__name__} is not prepared for a data parallel model. Pass it through "
             "accelerator.prepare(...) or hf_megatron.prepare_optimizer(optimizer)."
         )
 
 
 def after_unprepared_step(optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict[str, Any]) -> None:
-    """Lists the parameters of other stages in a stock optimizer's groups again."""
+    """Restores the off-stage parameters in an unprepared optimizer's groups."""
     listed = vars(optimizer).pop(_LISTED, ())
     for group, parameters in zip(optimizer.param_groups, listed, strict=bool(listed)):
         group["params"] = parameters

@@ -1,7 +1,7 @@
-"""Trained tensors behind or inside a data parallel model that are not its parameters: nobody reduces their gradients.
+"""Untracked leaves: trained tensors in the graph of a data-parallel model whose gradients are not reduced.
 
-They are looked for in autograd's graph when a backward begins: between the loss and what models returned every time,
-inside of models after their first forward, and when forward hooks have come.
+They are not among the model's parameters. Autograd's graph is searched for them when a backward begins: between the
+loss and the models' outputs every time, and inside the models after their first forward or a change of forward hooks.
 """
 
 from functools import cached_property, partial
@@ -20,10 +20,11 @@ from .model_parameters import carries_engine
 
 
 def check_backward(tensors: Any) -> None:
-    """Looks at what a backward from tensors of any shape will reach.
+    """Checks the leaves that a backward from tensors of any shape will reach.
 
     Raises:
-        UnsupportedError: a trained tensor gets a gradient through a data parallel model, and is none of its parameters.
+        UnsupportedError: if a trained tensor gets a gradient through a data-parallel model without being one of its
+            parameters.
     """
     engines = data_parallel_engines()
     if not engines:
@@ -31,21 +32,23 @@ def check_backward(tensors: Any) -> None:
     is_inner = in_backward() or any(engine.forward_status.is_running for engine in engines)
     looks_inside = any(engine.forward_status.is_unknown for engine in engines)
     if is_inner and not looks_inside:
-        # Recomputed layers, and a pipeline's schedule.
+        # Backwards of recomputed layers (gradient checkpointing) and of a pipeline's schedule.
         return
+    # `outside`: leaves between the roots and the models' outputs; `leaving`: the nodes of these outputs.
     roots = [tensors] if isinstance(tensors, Tensor | GradientEdge) else tensors
     outside, leaving = walk([root.grad_fn if isinstance(root, Tensor) else root.node for root in roots], LEAVING)
     inside = [node.next_functions[0][0] for node in leaving]
     leaves, _ = walk(inside, STOPPED) if looks_inside else ([], [])
     tracked = _Own(engines)
     if leaving:
+        # The loss of a data-parallel model: a trained tensor between outputs and loss is not reduced.
         reject_untracked(leaf for leaf in outside if leaf not in tracked)
     else:
         leaves = outside
     untracked = [leaf for leaf in leaves if leaf not in tracked]
     owned = len(untracked) < len(leaves)
     if not leaving:
-        # Another model of this process, without replicas, may run its own backwards.
+        # A model without data parallelism in the same process may run its own backwards.
         untracked = [leaf for leaf in untracked if tracked.get_engine(leaf) is None]
     is_inside = is_inner and any(
         engine.forward_status.is_running or engine.forward_status.was_differentiated for engine in engines
@@ -53,14 +56,15 @@ def check_backward(tensors: Any) -> None:
     if leaving or is_inside or owned:
         reject_untracked(leaf for leaf in untracked if isinstance(leaf, nn.Parameter))
         for leaf in untracked:
-            # Loops ask outputs of frozen embeddings for a gradient, which nobody trains: an optimizer tells.
+            # Loops call `requires_grad_()` on outputs of frozen embeddings without training them. Such tensors are
+            # marked, and rejected only if an optimizer holds them.
             setattr(leaf, UNREDUCED, True)
         for engine in engines:
             engine.forward_status.was_differentiated = True
 
 
 class _Own:
-    """Tells the leaves that some engines' models are trained by, or that nobody trains."""
+    """Set of leaves that need no further reduction: reduced parameters of some engines, and untrained leaves."""
 
     def __init__(self, engines: list[DataParallel]):
         self.engines = engines
@@ -76,8 +80,8 @@ class _Own:
 
     def get_engine(self, leaf: Tensor) -> DataParallel | None:
         """Returns the engine of the model that a leaf of any shape is a parameter of."""
-        # Looked up once for all leaves: one by one, the backward of a plain model beside a data parallel one would take
-        # its leaves times the other's parameters.
+        # Identities are collected once: a search per leaf would cost leaves x parameters if a plain model runs a
+        # backward in the same process.
         known = (
             carries_engine(leaf)
             or id(leaf) in self._parameters
@@ -86,7 +90,7 @@ class _Own:
         return get_engine(leaf) if known else None
 
     def __contains__(self, leaf: Tensor) -> bool:
-        # A leaf without entries tells a backward what it is asked for.
+        # A leaf without entries is an anchor (see `GradientWatch`).
         if not leaf.requires_grad or not leaf.numel():
             return True
         engine = self.get_engine(leaf)
@@ -96,9 +100,9 @@ class _Own:
 
 
 def reject_activation_hook(tensor: Tensor, hook: Any) -> None:
-    """Raises `UnsupportedError` for a hook of the loop's on a tensor of any shape computed with data parallel weights.
+    """Raises `UnsupportedError` for a user hook on a tensor of any shape that depends on data-parallel weights.
 
-    Its gradient carries the factor that losses are multiplied by, because those of parameters are averaged.
+    The gradient of an activation carries the factor `dp_size` of the loss, which only averaged gradients lose.
     """
     function = hook.func if isinstance(hook, partial) else hook
     if not str(function.__module__).startswith(_LIBRARIES):
@@ -106,18 +110,22 @@ def reject_activation_hook(tensor: Tensor, hook: Any) -> None:
 
 
 def reject_gradient(tensor: Tensor, what: str) -> None:
-    """Raises `UnsupportedError` for a look at the gradient of a tensor of any shape made with data parallel weights."""
+    """Raises `UnsupportedError` if the gradient of a tensor of any shape that depends on data-parallel weights is read.
+
+    Args:
+        what (`str`): what reads the gradient, for the error message.
+    """
     engines = data_parallel_engines()
     if not engines:
         return
     leaves, tracked = walk([tensor.grad_fn])[0], _Own(engines)
     if any(leaf.numel() and leaf.requires_grad and leaf in tracked for leaf in leaves):
         raise UnsupportedError(
-            f"{what} of an activation of a data parallel model: it would be that of this rank's part of a batch, with "
-            "a factor. Remove it, and change or read `parameter.grad` between backward() and step(), or train with "
-            "dp_size=1 and cp_size=1."
+            f"{what} of an activation of a data parallel model is not supported: its gradient covers the samples of "
+            "this rank only and is multiplied by a factor. Remove it, and read or change `parameter.grad` between "
+            "backward() and step(), or train with dp_size=1 and cp_size=1."
         )
 
 
-# Whose hooks take no gradient for one of one process.
+# Packages whose hooks do not rely on the gradient being the single-process one.
 _LIBRARIES = ("torch.distributed.", "torch.utils.", "hf_megatron.", "accelerate.", "transformers.", "trl.")

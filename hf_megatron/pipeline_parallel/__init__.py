@@ -1,1 +1,1 @@
-"""Which stage holds which layers, and in what order every rank runs and passes on microbatches."""
+"""Pipeline parallelism: partition into stages, schedules, and communication of microbatches between stages."""

@@ -21,6 +21,7 @@ def place(model: Any, state: ParallelState) -> None:
     names = tuple(model.state_dict())
     counts = ParameterCounts.of_full(model)
     state.cut = cut(model, state.spec, state.config, state.axes)
+    # State dict names that this rank does not load, before and after the loader's renaming.
     gone = set(names) - model.state_dict().keys()
     state.names = WeightNames(names, frozenset(gone | renamed_by_loader(model, gone)))
     state.placed[NAME] = counts
@@ -33,6 +34,7 @@ def install(model: Any, state: ParallelState) -> None:
             row = state.cut.layers
             state.cut.boundary.leaving = lambda hidden, layer: leaving(hidden, row.get_layer_list(layer))
         counts: ParameterCounts = state.placed[NAME]
+        # From here on placeholders list off-stage weights; before, no loader may look for them.
         state.cut.boundary.is_filled = True
         state.cut.boundary.owner = state.data_parallel
         register_side_weights(model, state.cut.off_stage_names, state.data_parallel, state.mesh.device)

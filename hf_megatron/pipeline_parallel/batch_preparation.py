@@ -102,9 +102,11 @@ class BatchPreparation(Shared):
             self.checks.reject_batch_statistics(arguments)
         if packed is None:
             modalities = self.state.modalities
+            # [batch, ...] -> `count` times [batch / count, ...]; sizes differ by one sample at most.
             microbatches = split(arguments, min(count, samples), self.model.config, modalities=modalities)
             weights = [batch_size(microbatch) / samples for microbatch in microbatches]
         else:
+            # [1, tokens] -> [1, tokens of some documents].
             microbatches = packed.microbatches(count)
             weights = [count_tokens(microbatch) / packed.length for microbatch in microbatches]
         if not unsharded:
@@ -136,6 +138,7 @@ class BatchPreparation(Shared):
         """Returns a number of microbatches that the schedule can run."""
         units = samples if packed is None else len(packed.microbatches(self.max_microbatches()))
         at_most = min(units, self.max_microbatches())
+        # In lockstep (ZeRO stage 3, experts over dp ranks) each forward is collective over dp: the number must match.
         if self.state.in_lockstep or self.checks.counts_over_ranks(arguments):
             at_most = self._min_over_dp_ranks(at_most)
         if unsharded or (not for_backward and self.checks.has_batch_statistics(arguments)):

@@ -1,4 +1,4 @@
-"""Boundary of a pipeline stage: what enters its first layer, what leaves its last, and proxies for layers of others.
+"""Boundary of a pipeline stage: what enters its first layer, what leaves its last, and proxies for off-stage layers.
 
 Every stage runs the model's own forward, which builds masks, positions and rotary tables. On later stages the modules
 before the layers return zeros of the right shape, and layers of earlier stages pass these on; the stage's first layer
@@ -109,6 +109,7 @@ class StageBoundary(Shared):
         call = self._call = StageForward(stage, encodes_alone)
         self.is_running = True
         if received is not None:
+            # First tensor: hidden states [batch, sequence, hidden]; the message's layout describes the others.
             call.received, call.payload = received.tensors[0], StagePayload.from_message(received)
         try:
             output = forward()
@@ -146,6 +147,7 @@ class StageBoundary(Shared):
             if stop <= decoder:
                 self._leave_before_decoder(args, kwargs)
         call.encodes = call.encodes or index < decoder
+        # A layer of an earlier stage, of a later stage, or of this one.
         if index < start:
             return self._hand_to_loop(index, start, args, kwargs)
         if index >= stop:
@@ -157,6 +159,7 @@ class StageBoundary(Shared):
                 self._require_untouched(index, args, kwargs)
             if call.received is not None:
                 args, kwargs = self._enter(index, args, kwargs)
+        # Arguments that the loop computed on the first stage, such as per-layer inputs.
         for (name, layer), value in call.payload.arguments.items():
             if layer == index:
                 args, kwargs = self.carried.replaced(index, name, value, args, kwargs)
@@ -287,6 +290,7 @@ class StageBoundary(Shared):
             recorded_outputs()[ROUTER_LOGITS][:0] = call.payload.logits
         for name in self.carried.containers:
             call.payload.fill(name, self.carried.given(index, name, args, kwargs))
+        # The placeholder of zeros is replaced by the received [batch, sequence, hidden].
         if args and isinstance(args[0], Tensor):
             return (call.received, *args[1:]), kwargs
         return args, {**kwargs, HIDDEN_STATES: call.received}
@@ -308,6 +312,7 @@ class StageBoundary(Shared):
                     "output_router_logits=True: a pipeline cannot send router logits that are not tensors. Leave it "
                     "out, or use pp_size=1."
                 )
+        # The first stage's loop has to reach the later layers to compute their arguments, or the decoder's embedding.
         continues = call.stage == 0 and (self.carried.arguments or index < decoder) and not call.encodes_alone
         if continues or index == decoder - 1:
             return output
@@ -336,5 +341,6 @@ class StageBoundary(Shared):
 
     def _send_off(self) -> NoReturn:
         if self._call.leaving is None:
+            # A trial forward sends nothing.
             raise StageLeft(Message(()))
         raise StageLeft(self._call.payload.message(self._call.leaving))

@@ -59,7 +59,7 @@ def run_forwards(pipeline: Pipeline, arguments: dict[str, Any]) -> PipelineOutpu
         fields["loss"] = state.loss.average_shares(fields["loss"])
     if cache is not None:
         cache.advance(new_inputs(arguments))
-    # The order of the fields is that of `to_tuple`.
+    # `to_tuple` has the order of the fields.
     output = PipelineOutput(**fields)
     if cache is not None:
         output[cache.name] = cache.cache
@@ -78,6 +78,7 @@ def values_of(
     plan = pipeline.batches.prepare(
         inputs.arguments, for_backward=False, unsharded=cache is not None, is_read=pipeline.read is not None
     )
+    # Slices of the batch dim, one per microbatch.
     edges = [0, *itertools.accumulate(map(batch_size, plan.microbatches))]
     spans = [slice(start, stop) for start, stop in itertools.pairwise(edges)]
     execution = runner.create_execution(plan, lambda index, output: read(output, spans[index]), cache)
@@ -87,6 +88,7 @@ def values_of(
     # One column per tensor that `read` returns: samples are concatenated, scalars summed.
     columns = zip(*execution.results, strict=True)
     values = tuple(torch.cat(column) if column[0].dim() else torch.stack(column).sum() for column in columns)
+    # [batch, ...] or scalars, from the last stage's rank to all ranks of the pipeline.
     values = runner.transport.broadcast(values, runner.last_rank)
     if torch.is_grad_enabled():
         backward = DeferredBackward(pipeline, execution, inputs)
@@ -124,6 +126,7 @@ class DeferredBackward:
         execution.backward.keeps_graphs = keeps_graph()
         self._is_over = not execution.backward.keeps_graphs
         sizes = self._sizes
+        # [batch, ...] -> one [microbatch, ...] per microbatch; a scalar, a sum over microbatches, goes to all of them.
         chunks = [gradient.split(sizes) if gradient.dim() else [gradient] * len(sizes) for gradient in upstream]
         execution.backward.seeds = lambda microbatch_idx: tuple(chunk[microbatch_idx] for chunk in chunks)
         # User hooks have to see the complete gradient: it is stashed and handed to autograd then.

@@ -27,6 +27,7 @@ def pipelined_encoder(pipeline: Pipeline, forward: Callable[..., Any]) -> Callab
 
     @functools.wraps(forward)
     def encode(*args: Any, **kwargs: Any) -> Any:
+        # Called by the model's own forward inside a stage.
         if pipeline.cut.boundary.is_running:
             return forward(*args, **kwargs)
         bound = signature.bind(*args, **kwargs).arguments
@@ -48,12 +49,14 @@ def _encode(pipeline: Pipeline, forward: Callable[..., Any], arguments: dict[str
                 f"{name}=True: pipeline stages return none, because each has only its own layers. Use pp_size=1."
             )
     pipeline.checks.require_tokens(arguments)
+    # The trial forward runs the full model, so it needs decoder inputs as well.
     pipeline.trial_forward.of_call(_full_call(pipeline, arguments), is_read=False)
     boundary, transport, rank = pipeline.cut.boundary, pipeline.runner.transport, pipeline.runner.rank
     rank_of = boundary.stages.rank_of
     last = boundary.stages.get_layer_stage(pipeline.cut.layers.decoder - 1)
     output: Any = None
     message: Message | None = None
+    # One microbatch through the encoder's stages; later stages have no encoder layers and take no part.
     for stage in range(last + 1):
         if rank_of[stage] != rank:
             continue
@@ -67,6 +70,7 @@ def _encode(pipeline: Pipeline, forward: Callable[..., Any], arguments: dict[str
                 transport.send(output, rank_of[stage + 1], _TAG, (stage + 1, _KIND))
     transport.flush()
     transport.forget([_KIND])
+    # [batch, sequence, hidden], from the rank of the encoder's last layer to all ranks of the pipeline.
     local: tuple[Tensor, ...] = (output.last_hidden_state,) if rank == rank_of[last] else ()
     return BaseModelOutput(last_hidden_state=transport.broadcast(local, rank_of[last])[0])
 

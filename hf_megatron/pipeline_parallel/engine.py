@@ -2,7 +2,7 @@
 
 | call | what happens |
 |---|---|
-| training, with labels | the whole schedule, backwards included; `loss.backward()` scales the gradients |
+| training, with labels | the full schedule, backwards included; `loss.backward()` scales the gradients |
 | gradients, without labels or in evaluation | forwards that keep their graphs; the reverse pipeline runs in backward |
 | no gradients | forwards only |
 
@@ -50,6 +50,7 @@ def install_pipeline(model: Any, state: ParallelState, cut: ModelPartition, engi
             )
         return _call(pipeline, args, kwargs)
 
+    # Replaced on the instance: `type(model).forward` stays the model's own forward, which the stages run.
     state.patches.replace(model, "forward", types.MethodType(forward, model))
     if cut.layers.decoder:
         encoder = model.get_encoder()
@@ -73,6 +74,7 @@ def install_pipeline(model: Any, state: ParallelState, cut: ModelPartition, engi
 @torch.compiler.disable
 def _call(pipeline: Pipeline, args: tuple, kwargs: dict[str, Any]) -> Any:
     arguments = _bind(pipeline.signature, args, kwargs)
+    # Tensors that are created here and kept must not be inference tensors: later training calls use them.
     with left_inference_mode():
         return_dict = arguments.pop("return_dict", None)
         pipeline.checks.require_tokens(arguments)
@@ -86,6 +88,7 @@ def _call(pipeline: Pipeline, args: tuple, kwargs: dict[str, Any]) -> Any:
 
 
 def _bind(signature: inspect.Signature, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
+    # By name, with the entries of `**kwargs` at the top level, so that every argument can be split.
     bound = signature.bind_partial(*args, **kwargs).arguments
     for name, parameter in signature.parameters.items():
         if parameter.kind is inspect.Parameter.VAR_KEYWORD:

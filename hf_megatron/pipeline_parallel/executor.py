@@ -120,6 +120,7 @@ class Execution:
         getattr(self, f"_{action.kind.name.lower()}")(action)
 
     def _tag(self, stage: int, microbatch: int, backward: bool) -> int:
+        # Unique per receiving stage, microbatch and direction: messages in flight between two ranks must not be mixed.
         return (microbatch * (self._last + 1) + stage) * 2 + backward
 
     # Forward
@@ -131,6 +132,7 @@ class Execution:
             arriving = self.transport.receive(
                 peer, self._tag(stage, microbatch, False), (stage, self.kinds[microbatch])
             )
+        # Asynchronous: `_forward` waits for it. Activations [microbatch, sequence, hidden] and the stage payload.
         self._buffers.arriving[Kind.FORWARD, stage, microbatch] = arriving
 
     def _send_forward(self, action: Action) -> None:
@@ -155,15 +157,18 @@ class Execution:
         if stage < self._last:
             result = output.tensors
             self._buffers.leaving[cell] = output
+            # Adjacent stages on one rank (V-shaped schedules) pass the message on without communication.
             if self._rank_of[stage + 1] == self.rank:
                 self._take_inputs((stage + 1, microbatch), self._buffers.leaving.pop(cell))
         if torch.is_grad_enabled():
+            # The graph of this cell is kept until its backward. A split backward needs outputs that can be detached.
             self._buffers.outputs[cell] = tuple(map(detachable, result)) if self.splits_backward else result
         else:
             self._buffers.inputs.pop(cell, None)
 
     def _take_inputs(self, cell: Cell, message: Message) -> None:
         self._buffers.layouts[cell] = message.layout
+        # New leaves: each stage's graph starts at its inputs, and their `.grad` is sent to the previous stage.
         leaves = tuple(tensor.detach() for tensor in message.tensors)
         self._buffers.inputs[cell] = tuple(
             leaf.requires_grad_() if torch.is_grad_enabled() and leaf.is_floating_point() else leaf for leaf in leaves
@@ -179,6 +184,7 @@ class Execution:
 
     def _receive_backward(self, action: Action) -> None:
         stage, microbatch = cell = action.stage, action.microbatch
+        # Gradients have the shapes of the outputs that this rank sent, so no header is needed.
         shapes = tuple((tuple(output.shape), output.dtype) for output in self._buffers.outputs[cell])
         tag = self._tag(stage, microbatch, True)
         arriving = self.transport.receive_shapes(shapes, self._rank_of[stage + 1], tag)
@@ -199,10 +205,12 @@ class Execution:
                 self._buffers.gradients[cell] = arriving.wait()
         seeds = self.backward.seeds(microbatch) if stage == self._last else self._buffers.gradients.pop(cell)
         outputs = self._buffers.outputs[cell] if self.backward.keeps_graphs else self._buffers.outputs.pop(cell)
+        # Integer outputs, such as token indices, have no gradient.
         pairs = [(o, s) for o, s in zip(outputs, seeds, strict=True) if o.requires_grad]
         return [output for output, _ in pairs], [seed for _, seed in pairs]
 
     def _hand_back(self, cell: Cell, inputs: tuple[Tensor, ...]) -> None:
+        # The previous stage expects one tensor per output: zeros for those that this stage did not use.
         gradients = tuple(torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in inputs)
         self._buffers.gradients[cell[0] - 1, cell[1]] = gradients
         for leaf in inputs:
@@ -225,6 +233,7 @@ class Execution:
             return
         roots, seeds = self._roots(cell)
         inputs = self._buffers.inputs.pop(cell)
+        # Input gradients only, so that the previous stage can continue; the weights' gradients follow in "W".
         with self._differentiating("I", cell):
             self._buffers.weight_groups[cell] = backward_inputs(roots, seeds, inputs, self.parameters[action.stage])
         self._hand_back(cell, inputs)

@@ -1,4 +1,4 @@
-"""What is looked at in the arguments of a pipelined call before any stage runs: every rank raises alike."""
+"""Checks of a pipelined call's arguments, before any stage runs; they raise on every rank of the pipeline."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -16,7 +16,7 @@ from ..tensor_parallel.vocab_range import require_tokens
 from .kv_cache import cache_name
 from .off_stage_module import OffRankShard
 
-# The rate at which a loop leaves layers out.
+# Attribute with the probability that a model's loop skips a layer.
 _LEFT_OUT = "layerdrop"
 
 
@@ -31,21 +31,26 @@ class CallChecks(Shared):
         self._has_encoder = model.config.is_encoder_decoder
         self._takes_token_loss = isinstance(model.loss_function, TokenLoss) and uses_loss_function(model)
         self._tokens, self._classes = _tokens(model, state), _classes(model)
-        # Where rows say nothing of the next token, targets join them too.
+        # If the shift of labels is unknown, or labels are not shifted, targets may depend on neighboring documents.
         self._mixes_documents = mixes_documents or not state.loss.shifts
 
     def require_tokens(self, arguments: Mapping[str, Any]) -> None:
-        """Raises `IndexError` on every rank, where the first or the last stage alone would look the tokens up."""
+        """Raises `IndexError` on every rank for token ids or labels that only the first or last stage would look up.
+
+        Raises:
+            IndexError: if a token id or a label is out of range.
+            ValueError: if labels and tokens have different shapes `[batch, sequence]`.
+        """
         ids, labels = arguments.get("input_ids"), arguments.get("labels")
-        for given in (ids, arguments.get("decoder_input_ids")):
-            if isinstance(given, Tensor) and self._tokens is not None:
-                require_tokens(given, self._tokens, "token id")
+        for token_ids in (ids, arguments.get("decoder_input_ids")):
+            if isinstance(token_ids, Tensor) and self._tokens is not None:
+                require_tokens(token_ids, self._tokens, "token id")
         if labels is not None and self._takes_token_loss and isinstance(self.model.loss_function, TokenLoss):
             tokens: Any = ids if ids is not None else arguments.get("inputs_embeds")
             kept = arguments.get("logits_to_keep")
-            # A decoder behind an encoder has a token for each label.
+            # Encoder-decoders have one decoder token per label by construction.
             takes_all = (kept is None or (isinstance(kept, int) and kept == 0)) and not self._has_encoder
-            # The last stage alone would find it, and the others would wait for it.
+            # Otherwise only the last stage would raise, and the other ranks would hang.
             if takes_all and tokens is not None and labels.shape[:2] != tokens.shape[:2]:
                 raise ValueError(
                     f"labels {tuple(labels.shape)} for tokens {tuple(tokens.shape[:2])}: expected a label per token."
@@ -54,89 +59,93 @@ class CallChecks(Shared):
             require_tokens(labels, self._classes, "label", arguments.get("ignore_index", IGNORE_INDEX))
 
     def require_known_loss(self, arguments: Mapping[str, Any]) -> None:
-        """Raises for targets that a pipeline cannot count."""
-        given = [name for name, value in arguments.items() if isinstance(value, Tensor) and is_target(name)]
-        others = [name for name in given if name not in self._known_targets]
+        """Raises `UnsupportedError` for targets whose loss terms a pipeline cannot count."""
+        targets = [name for name, value in arguments.items() if isinstance(value, Tensor) and is_target(name)]
+        others = [name for name in targets if name not in self._known_targets]
         if others:
             raise UnsupportedError(
-                f"{type(self.model).__name__} with {', '.join(others)}: a pipeline knows losses of "
-                f"{', '.join(self._known_targets)}, that are a mean over tokens or rows. Call it without and compute "
-                "the loss from its logits."
+                f"{type(self.model).__name__} with {', '.join(others)}: a pipeline supports losses of "
+                f"{', '.join(self._known_targets)} only, averaged over tokens or samples. Call the model without these "
+                "and compute the loss from its logits."
             )
         losses = target_names(arguments)
         if arguments.get("num_items_in_batch") is not None and losses and losses != ("labels",):
             raise UnsupportedError(
-                f"{type(self.model).__name__} with num_items_in_batch and {', '.join(losses)}: one number for losses "
-                "that have numbers of terms of their own. Leave it out."
+                f"{type(self.model).__name__} with num_items_in_batch and {', '.join(losses)}: it is supported with "
+                "labels only, because other losses have a different number of terms. Leave it out."
             )
 
     def reject_skipped_layers(self) -> None:
-        """Raises for layers that a loop leaves out at random in training: each stage would draw others."""
+        """Raises `UnsupportedError` for LayerDrop in training: each stage would draw other layers to skip."""
         if self.model.training and any(vars(module).get(_LEFT_OUT) for module in self._leaving_out):
             raise UnsupportedError(
-                f"{type(self.model).__name__} leaves layers out at random in training ({_LEFT_OUT} > 0): pipeline "
-                "stages would draw apart. Load it with encoder_layerdrop=0.0, decoder_layerdrop=0.0 or layerdrop=0.0, "
-                "as its config names them, or with pp_size=1."
+                f"{type(self.model).__name__} skips layers at random in training ({_LEFT_OUT} > 0): pipeline stages "
+                "would skip different ones. Load it with encoder_layerdrop=0.0, decoder_layerdrop=0.0 or "
+                "layerdrop=0.0, depending on its config, or with pp_size=1."
             )
 
     def require_one_stage_each(self, arguments: Mapping[str, Any], *, fills_cache: bool) -> None:
-        """Raises where outputs of all layers are wanted, or a cache in a call that fills none."""
+        """Raises `UnsupportedError` for outputs of all layers, which no rank has, or a cache in a training step."""
         for name in ("output_attentions", "output_hidden_states"):
             if arguments.get(name) or getattr(self.model.config, name, False):
-                raise UnsupportedError(f"{name}=True: no rank of a pipeline has those of all layers.")
+                raise UnsupportedError(f"{name}=True: no rank of a pipeline has all layers. Use pp_size=1.")
         if not fills_cache and (past := cache_name(arguments)) is not None:
-            raise UnsupportedError(f"{past} in a training step: a pipeline fills caches in evaluation only.")
+            raise UnsupportedError(f"{past} in a training step: a pipeline supports caches in evaluation only.")
 
     def mixes_documents(self, arguments: Mapping[str, Any]) -> bool:
-        """Tells whether the documents of a row meet elsewhere than in attention, or in its router losses."""
+        """Returns whether packed documents interact outside attention, such as in router losses."""
         return self._mixes_documents or (
             self._asks_for_routers(arguments) and self.router_aux_loss_scope != "microbatch"
         )
 
     def _asks_for_routers(self, arguments: Mapping[str, Any]) -> bool:
-        asked = arguments.get("output_router_logits")
+        argument = arguments.get("output_router_logits")
         return bool(
-            getattr(self.model.config.get_text_config(), "output_router_logits", False) if asked is None else asked
+            getattr(self.model.config.get_text_config(), "output_router_logits", False)
+            if argument is None
+            else argument
         )
 
     def has_batch_statistics(self, arguments: Mapping[str, Any]) -> bool:
-        """Tells whether a call takes a router loss of the whole batch, which microbatches do not add up to."""
+        """Returns whether a call computes a router loss of the full batch, which is no sum over microbatches."""
         return self._asks_for_routers(arguments) and self.router_aux_loss_scope in ("batch", "global")
 
     def counts_over_ranks(self, arguments: Mapping[str, Any]) -> bool:
-        """Tells whether dp ranks add up what the routers of each of their microbatches have chosen."""
+        """Returns whether the expert counts of each microbatch are summed over data-parallel ranks."""
         return self._asks_for_routers(arguments) and self.router_aux_loss_scope == "global"
 
     def reject_batch_statistics(self, arguments: Mapping[str, Any]) -> None:
-        """Raises for a training call on several microbatches that takes the router loss of their batch."""
+        """Raises `ConfigError` for a training call on several microbatches with a router loss of the full batch."""
         if self.has_batch_statistics(arguments) and self.router_aux_loss_scope == "batch":
             raise ConfigError(
                 "output_router_logits=True with several microbatches: the router loss of a batch cannot be computed "
-                "from those of its microbatches. Set MegatronConfig.router_aux_loss_scope='sequence' (each row's "
-                "own, the "
-                "same on every layout), 'global' (counts of the step so far) or 'microbatch' (each microbatch's own), "
-                "or num_microbatches=1."
+                "from the losses of its microbatches. Set MegatronConfig.router_aux_loss_scope='sequence' (per "
+                "sequence, the same on every layout), 'global' (expert counts of the step so far) or 'microbatch' "
+                "(per microbatch), or num_microbatches=1."
             )
 
 
 def _tokens(model: Any, state: ParallelState) -> int | None:
-    """Counts the token ids that a text model knows; others may have ids that stand for images."""
+    """Returns the number of token ids of a text model; collective over the pipeline.
+
+    `None` for multimodal models, which may use ids outside the embedding as image placeholders.
+    """
     if model.config.get_text_config() is not model.config:
         return None
     try:
         embedding = model.get_input_embeddings()
     except OffRankShard:
-        # A module of several parts, such as BERT's embeddings, whose parts the first stage alone has.
+        # The embedding is inside another module (BERT's embeddings), whose children only the first stage has.
         embedding = None
     name = next((name for name, module in model.named_modules() if module is embedding), None)
     sharding = state.shardings.get(f"{name}.weight")
-    own = None if sharding is None else sharding.shape[0]
-    known = gather(own, state.mesh.host_group("pp"), "Counting the tokens that the first stage knows")
-    return next((count for count in known if count is not None), None)
+    local_count = None if sharding is None else sharding.shape[0]
+    counts = gather(local_count, state.mesh.host_group("pp"), "Counting the tokens that the first stage knows")
+    return next((count for count in counts if count is not None), None)
 
 
 def _classes(model: Any) -> int:
-    """Counts the classes that labels choose from, 0 where nobody knows."""
+    """Returns the number of classes that labels choose from; 0 if unknown."""
     config, kind = model.config, model.loss_function
     if isinstance(kind, TokenLoss):
         return config.get_text_config().vocab_size

@@ -164,6 +164,7 @@ class ScheduledGradients:
                 stack.callback(lambda: setattr(self, "_stashed", store.unstash(before)))
                 stack.enter_context(without_gradient_hooks(store.parameters if store.has_user_hooks else ()))
             store.synchronize = False
+            # Gradients of tied weights stay in `.grad` until both ends have summed them.
             with store.hold(self.tied):
                 yield
                 self.sum_tied()
@@ -204,6 +205,7 @@ class ScheduledGradients:
                 "accumulated already. Set `pipeline.loss_scale.announced = None`."
             )
             if isinstance(scale, Tensor):
+                # Checked later: reading the scale now would make the host wait for the device.
                 check_soon((scale - self.seed).abs() <= _SAME_SCALE * abs(self.seed), lambda: error)
             elif not math.isclose(scale, self.seed, rel_tol=_SAME_SCALE):
                 raise error

@@ -1,7 +1,7 @@
-"""A batch as microbatches: every tensor with a row per sample is cut along its rows; what has none is passed on.
+"""Splits a batch into microbatches: tensors with a batch dim are split along it, others are passed on unchanged.
 
-A batch of which it cannot be told is refused before anything runs: a tensor may have as many entries as there are rows
-and mean something else by them.
+A tensor whose size matches the batch size may still mean something else. Tensors that cannot be classified are rejected
+before anything runs.
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,19 +21,19 @@ from ..parallel_state import MicrobatchSpan
 
 ROW_DIM = 0
 INPUTS = ("input_ids", "inputs_embeds")
-# Of the decoder behind an encoder; the encoder's may be left out where its output is given.
+# Decoder inputs of an encoder-decoder; the encoder's may be missing if its output is passed.
 DECODER_INPUTS = ("decoder_input_ids", "decoder_inputs_embeds")
-# A decoder's inputs may be made of its labels.
+# Arguments that determine the shapes of activations; decoder inputs may be created from labels.
 _SHAPED = (*INPUTS, *DECODER_INPUTS, *SOUNDS, "labels")
-# Positions in a sequence, layers and heads, of which there may be as many as rows.
+# Indexed by position, layer or head, whose number may equal the batch size by chance.
 _PASSED_ON = ("logits_to_keep", "cache_position", "head_mask")
 _ONE_PER_ROW = ("labels", "next_sentence_label", "sentence_order_label", "start_positions", "end_positions")
-# Where documents end in all rows together.
+# Ends of documents in the flattened batch.
 _OF_THE_WHOLE_BATCH = ("cu_seq_lens_q", "cu_seq_lens_k", "cu_seqlens")
 
 
 def batch_size(arguments: Mapping[str, Any]) -> int:
-    """Counts the samples of a batch; raises `ConfigError` where nothing that says so is there."""
+    """Returns the batch size of a call; raises `ConfigError` if it has no inputs."""
     return _inputs(arguments).shape[ROW_DIM]
 
 
@@ -43,13 +43,13 @@ def _inputs(arguments: Mapping[str, Any]) -> Tensor:
             return arguments[name]
     if (encoded := _encoded(arguments)) is not None:
         return encoded
-    raise ConfigError("A pipelined model needs input_ids (or inputs_embeds) to cut a batch into microbatches.")
+    raise ConfigError("A pipelined model needs input_ids (or inputs_embeds) to split a batch into microbatches.")
 
 
 def _encoded(arguments: Mapping[str, Any]) -> Tensor | None:
-    """Returns what an encoder made, `[batch, sequence, hidden]`, where a call is given it."""
-    given = arguments.get("encoder_outputs")
-    values = given.values() if isinstance(given, Mapping) else given or ()
+    """Returns the encoder output `[batch, sequence, hidden]` that was passed to a call, or `None`."""
+    outputs = arguments.get("encoder_outputs")
+    values = outputs.values() if isinstance(outputs, Mapping) else outputs or ()
     return next((value for value in values if isinstance(value, Tensor)), None)
 
 
@@ -60,13 +60,17 @@ def split(
     *,
     modalities: AbstractSet[str] = frozenset({"videos", "audio"}),
 ) -> list[dict[str, Any]]:
-    """Cuts a batch into microbatches whose rows differ by one at most; images, videos and sounds go with their rows.
+    """Splits a batch into microbatches whose sizes differ by one sample at most.
+
+    Images, videos and audio are assigned to the samples that contain their placeholder tokens.
 
     Args:
-        media (`Set[str]`): what a pipeline takes beside images.
+        modalities (`Set[str]`): supported modalities in addition to images.
 
-    Raises `ConfigError` for a tensor that has neither a row per sample nor one for all, `UnsupportedError` for videos
-    and sounds that `modalities` does not name, or in other forms than those of `multimodal_samples`.
+    Raises:
+        ConfigError: if a tensor has neither a batch dim nor size 1 along it.
+        UnsupportedError: for videos or audio not in `modalities`, or in a form that `multimodal_samples` does not
+            support.
     """
     rows = batch_size(arguments)
     for name, value in arguments.items():
@@ -75,20 +79,21 @@ def split(
         is_known = config is not None and any(is_of_kinds[medium] for medium in is_of_kinds.keys() & modalities)
         if isinstance(value, Tensor) and any(part in name for part in NOT_OF_ROWS) and not (is_known or is_of_row):
             raise UnsupportedError(
-                f"{name}: a pipeline gives stages images, and videos and sounds of types that were compared so, with "
-                "the rows of their placeholders. Leave it out, or load the model with pp_size=1."
+                f"{name}: a pipeline cannot split it into microbatches for this model. It supports images, and videos "
+                "and audio of verified model types. Leave it out, or load the model with pp_size=1."
             )
     if microbatches == 1:
         return [dict(arguments)]
+    # Boundaries along the batch dim: microbatch i gets samples [edges[i], edges[i + 1]).
     edges = [rows * index // microbatches for index in range(microbatches + 1)]
     with_places = modality_names(arguments, config) if config is not None else set()
     per_row = {name: value for name, value in arguments.items() if name not in with_places}
-    found = []
+    batches = []
     for start, stop in zip(edges[:-1], edges[1:], strict=True):
         part = slice(start, stop)
         of_rows = {name: _part(name, value, rows, part) for name, value in per_row.items()}
-        found.append(of_rows | (multimodal_samples(arguments, part, config) if with_places else {}))
-    return found
+        batches.append(of_rows | (multimodal_samples(arguments, part, config) if with_places else {}))
+    return batches
 
 
 def _part(name: str, value: Any, rows: int, part: slice) -> Any:
@@ -104,7 +109,7 @@ def _part(name: str, value: Any, rows: int, part: slice) -> Any:
 
 
 def _rows(name: str, tensor: Tensor, rows: int, part: slice) -> Tensor:
-    # Multimodal rotary positions have time, height and width in front of the rows; positions for all rows have no rows.
+    # Multimodal rotary positions are [3, batch, tokens] (time, height, width); positions may also be [tokens].
     row_dim = tensor.dim() - 2 if name == "position_ids" else ROW_DIM
     if tensor.dim() == 0 or row_dim < 0 or name in _PASSED_ON:
         return tensor
@@ -114,15 +119,16 @@ def _rows(name: str, tensor: Tensor, rows: int, part: slice) -> Tensor:
     if tensor.shape[row_dim] == 1 and tensor.dim() > 1:
         return tensor
     raise ConfigError(
-        f"{name} of shape {tuple(tensor.shape)} beside a batch of {rows} rows: it cannot be told which part of it "
-        "belongs to which microbatch of a pipeline. Leave it out, give it a row per sample, or set num_microbatches=1."
+        f"{name} of shape {tuple(tensor.shape)} cannot be split into microbatches: it is not known which of its "
+        f"entries belong to which of the {rows} samples. Leave it out, give it a batch dimension, or set "
+        "num_microbatches=1."
     )
 
 
 def compute_microbatch_spans(
     microbatches: Sequence[Mapping[str, Any]], weights: Sequence[float]
 ) -> list[MicrobatchSpan]:
-    """Says which tokens of their batch microbatches hold; those of no weight repeat another one."""
+    """Returns the span of samples and tokens that each microbatch holds; microbatches of weight 0 are padding."""
     parts, passed = [], 0
     for arguments, weight in zip(microbatches, weights, strict=True):
         inputs = _inputs(arguments)
@@ -133,12 +139,12 @@ def compute_microbatch_spans(
 
 
 def describe(arguments: Mapping[str, Any]) -> tuple:
-    """Returns what decides the shapes that travel between stages: the same on every rank of a pipeline."""
-    found: list[Any] = [torch.is_grad_enabled()]
+    """Returns a key that determines the shapes sent between stages; identical on every rank of a pipeline."""
+    key: list[Any] = [torch.is_grad_enabled()]
     for name, value in sorted(arguments.items()):
         if isinstance(value, Tensor) and name in _SHAPED:
-            found.append((name, tuple(value.shape), value.dtype))
+            key.append((name, tuple(value.shape), value.dtype))
         elif isinstance(value, str | int | float | bool | type(None)):
-            found.append((name, value))
+            key.append((name, value))
     encoded = _encoded(arguments)
-    return tuple(found) if encoded is None else (*found, tuple(encoded.shape))
+    return tuple(key) if encoded is None else (*key, tuple(encoded.shape))

@@ -1,4 +1,4 @@
-"""Modules on a rank of a pipeline: its own, which take part in its stages, and what stands for those of other ranks."""
+"""Modules of a pipelined model on one rank: mixins for on-stage modules, and placeholders for off-stage ones."""
 
 import inspect
 from collections.abc import Collection
@@ -16,7 +16,7 @@ _TOKENS = ("input_ids", "inputs_embeds")
 
 
 class StagedLayer:
-    """Mixin of a layer that this rank owns; it stands around hooks, gradient checkpointing and compilation."""
+    """Mixin of an on-stage layer; its `__call__` wraps hooks, gradient checkpointing and compilation."""
 
     _stage_boundary: StageBoundary
     _layer_index: int
@@ -26,7 +26,7 @@ class StagedLayer:
 
 
 class OffStageLayer(Placeholder):
-    """Stands where another rank's layer is: its plain attributes; passes `[batch, sequence, hidden]`."""
+    """Placeholder for an off-stage layer: has its plain attributes and passes on `[batch, sequence, hidden]`."""
 
     def __init__(self, layer: nn.Module, place: str, boundary: StageBoundary, index: int):
         super().__init__(layer, place, boundary)
@@ -36,38 +36,47 @@ class OffStageLayer(Placeholder):
         return OffStageLayer(module, self._place, self._stage_boundary, self._layer_index)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        # Hooks belong to forwards that run layers, this one or others of its list.
+        # User hooks run only in forwards that run layers of this list.
         if self._stage_boundary.is_trial or self._stage_boundary.is_left_out(self._layer_index):
             return self.forward(*args, **kwargs)
-        # Past what the layer's own class does around its forward: there is nothing to compute again.
+        # Bypasses the layer class's own `__call__` (gradient checkpointing): there is nothing to recompute.
         return nn.Module.__call__(self, *args, **kwargs)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self._stage_boundary.pass_layer(self._layer_index, self._call_off_stage, args, kwargs)
 
     def _call_off_stage(self, *args: Any, **kwargs: Any) -> Any:
-        raise PlanError(f"Layer {self._layer_index} was called in a stage that lies on another rank.")
+        raise PlanError(f"Layer {self._layer_index} was called, but its pipeline stage is on another rank.")
 
 
 def layer_indices(module: nn.Module) -> list[int]:
-    """Returns the places of the layers that a module is or wraps."""
+    """Returns the indices of the layers that a module is or wraps."""
     if isinstance(module, StagedLayer | OffStageLayer):
         return [module._layer_index]
     return [index for part in module.children() for index in layer_indices(part)]
 
 
 def hold_parts(module: nn.Module, kept: Collection[str], name: str, place: str, boundary: StageBoundary) -> None:
-    """Leaves of a module before the layers the parts that the head is tied to; the rest lies elsewhere."""
+    """Keeps the children of a module before the layers that the head is tied to; replaces the others by placeholders.
+
+    Args:
+        kept: names of the children to keep.
+        name (`str`): name of the module in the model.
+        place (`str`): the stage that has the other children, in words.
+    """
     for part, child in list(module.named_children()):
         if part not in kept:
             setattr(module, part, OffStageInput(f"{name}.{part}", child, place, boundary))
 
 
 class OffStageInput(Placeholder):
-    """Stands where a module before the layers is on later stages: zeros `[batch, sequence, hidden]`, or its input."""
+    """Placeholder on later stages for a module before the layers; returns zeros `[batch, sequence, hidden]`.
+
+    A module that keeps its input's width returns its input.
+    """
 
     def __init__(self, name: str, module: nn.Module, place: str, boundary: StageBoundary):
-        # Its parts ask for it, before modules can have attributes.
+        # Set directly: `super().__init__` creates the children's placeholders, which read it.
         self.__dict__["_name"] = name
         super().__init__(module, place, boundary)
         self._stage_boundary = boundary
@@ -77,7 +86,7 @@ class OffStageInput(Placeholder):
         return OffStageInput(self._name, module, self._place, self._stage_boundary)
 
     def _part(self, name: str, child: nn.Module) -> Placeholder:
-        # Models of images and text call a table of tokens by itself, and hand in what it made with images among it.
+        # Multimodal models call the token embedding directly and merge image features into its output.
         if isinstance(child, nn.Embedding):
             return OffStageInput(f"{self._name}.{name}", child, self._place, cast(StageBoundary, self._progress))
         return super()._part(name, child)
@@ -85,15 +94,15 @@ class OffStageInput(Placeholder):
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         _require_before_layers(self._name, self._stage_boundary)
         embedded = _embedded(self._name, args, kwargs, is_table=issubclass(self._kind, nn.Embedding))
-        found = _nothing(embedded, self._width, self.get_buffer("_follower"))
+        zeros = _nothing(embedded, self._width, self.get_buffer("_follower"))
         if self._stage_boundary.is_running:
-            return found
-        # A loop's own call, of which the next pipelined call reads the first stage's values only.
-        return OffStageActivation(found.to("meta"), found.device, self._place)
+            return zeros
+        # Called by user code: the next pipelined call reads the first stage's values only.
+        return OffStageActivation(zeros.to("meta"), zeros.device, self._place)
 
 
 class OffStagePositions(OffStageInput):
-    """Stands where a module before the layers is that every stage runs: what it makes of its weights has no values."""
+    """Placeholder for a module before the layers that every stage runs; its weights are off-stage tensors."""
 
     def make_placeholder(self, module: nn.Module) -> "OffStagePositions":
         return OffStagePositions(self._name, module, self._place, self._stage_boundary)
@@ -104,7 +113,7 @@ class OffStagePositions(OffStageInput):
 
 
 class OffStageBetween(OffStageInput):
-    """Stands where a module between an encoder's layers and a decoder's is on other stages, which do not read it."""
+    """Placeholder for a module between encoder and decoder layers, on stages that do not read its output."""
 
     def make_placeholder(self, module: nn.Module) -> "OffStageBetween":
         return OffStageBetween(self._name, module, self._place, self._stage_boundary)
@@ -114,7 +123,7 @@ class OffStageBetween(OffStageInput):
 
 
 class StagedBetween:
-    """Mixin of such a module on its own rank, in whose other stages it does nothing."""
+    """Mixin of an on-stage module between encoder and decoder layers; returns zeros in other stages of its rank."""
 
     _stage_boundary: StageBoundary
     _stage: int
@@ -127,9 +136,9 @@ class StagedBetween:
 
 
 class StagedInput:
-    """Mixin of a module before the layers on a rank that holds later stages too, where it does nothing.
+    """Mixin of an on-stage module before the layers; returns zeros in later stages of its rank.
 
-    The rank of the last stage also holds an embedding that its head is tied to.
+    The rank of the last stage holds a tied embedding as well.
     """
 
     _stage_boundary: StageBoundary
@@ -146,22 +155,30 @@ class StagedInput:
 
 
 def _embedded(name: str, args: tuple, kwargs: dict[str, Any], *, is_table: bool) -> Tensor | torch.Size:
-    """Finds what a module before the layers embeds, `[batch, sequence]` or `[batch, sequence, x]`, or its shape."""
+    """Returns the input of a module before the layers, `[batch, sequence]` or `[batch, sequence, x]`, or its shape."""
     if args:
-        # Learned positions take the mask of the whole past first.
+        # Learned position embeddings take the attention mask of the full past as first argument.
         positions = kwargs.get("position_ids")
-        given = args[0] if positions is None else positions
-        # Tables of positions may be given one number of each embedding for their shape, or that.
-        is_shape = not isinstance(given, Tensor) or (is_table and given.is_floating_point())
-        return torch.Size(given if isinstance(given, tuple) else given.shape) if is_shape else given
-    found = next((kwargs[given] for given in _TOKENS if kwargs.get(given) is not None), None)
-    if found is None:
-        raise PlanError(f"{name} is called with {', '.join(kwargs)}, of which no stage behind it can tell its shape.")
-    return found
+        source = args[0] if positions is None else positions
+        # Position tables may be called with a slice of the embeddings, or with a shape, to read the shape only.
+        is_shape = not isinstance(source, Tensor) or (is_table and source.is_floating_point())
+        return torch.Size(source if isinstance(source, tuple) else source.shape) if is_shape else source
+    tokens = next((kwargs[key] for key in _TOKENS if kwargs.get(key) is not None), None)
+    if tokens is None:
+        raise PlanError(
+            f"{name} is called with {', '.join(kwargs)}: later pipeline stages cannot derive the shape of its output "
+            "from them."
+        )
+    return tokens
 
 
 def _nothing(x: Tensor | torch.Size, width: int | None, like: Tensor) -> Tensor:
-    """Makes zeros in the shape of what a module makes of `x`, or of what has its shape; `like` has their dtype."""
+    """Returns zeros in the shape of a module's output, with the dtype of `like`.
+
+    Args:
+        x: input of the module, `[batch, sequence]` or `[batch, sequence, x]`, or its shape.
+        width (`int`, *optional*): last dim of the output; `None` if the module keeps its input's.
+    """
     if isinstance(x, torch.Size):
         return torch.zeros((*x, *([] if width is None else [width])), dtype=like.dtype, device=like.device)
     if width is None:
@@ -172,13 +189,13 @@ def _nothing(x: Tensor | torch.Size, width: int | None, like: Tensor) -> Tensor:
 
 
 class OffStageOutput(Placeholder):
-    """Stands where a module behind the layers is on earlier stages, which never reach it."""
+    """Placeholder on earlier stages for a module after the layers, which they never reach."""
 
     def __init__(self, name: str, module: nn.Module, place: str, boundary: StageBoundary):
-        # Its parts ask for it, before modules can have attributes.
+        # Set directly: `super().__init__` creates the children's placeholders, which read it.
         self.__dict__["_name"] = name
         super().__init__(module, place, boundary)
-        # Heads are asked for parts of theirs.
+        # Models access children of their head.
         self.hold_parts()
         self._stage_boundary = boundary
 
@@ -189,13 +206,13 @@ class OffStageOutput(Placeholder):
         return OffStageOutput(self._name, module, self._place, self._stage_boundary)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        raise PlanError(f"{self._name} is defined behind the layers but runs before them; its family needs a spec.")
+        raise PlanError(f"{self._name} is defined after the layers but runs before them; its family needs a spec.")
 
 
 def _require_before_layers(name: str, boundary: StageBoundary) -> None:
     if boundary.is_past_layers():
         raise PlanError(
-            f"{name} is defined before the layers but runs behind them; name it in its family's `after_layers`."
+            f"{name} is defined before the layers but runs after them; list it in its family's `after_layers`."
         )
 
 
@@ -204,20 +221,20 @@ def _tables(module: nn.Module) -> list[nn.Embedding]:
 
 
 def embeds_tokens(module: nn.Module) -> bool:
-    """Tells whether a module before the layers looks tokens up in tables of its own, as BERT's does."""
+    """Returns whether a module before the layers has its own embedding tables, as BERT's embeddings do."""
     tables = len(_tables(module))
     return tables > 1 or tables == 1 and _TOKENS[0] in inspect.signature(type(module).forward).parameters
 
 
 def convolves(module: nn.Module) -> bool:
-    """Tells whether a module before the layers makes something of other dims by convolutions."""
+    """Returns whether a module has convolutions, whose output has another length than their input."""
     return any(isinstance(part, nn.Conv1d | nn.Conv2d) for part in module.modules())
 
 
 def output_width(module: nn.Module) -> int | None:
-    """Returns the last dim of what an embedding or a linear makes; `None` for what keeps its input's.
+    """Returns the last dim of the output of an embedding or a linear; `None` for modules that keep their input's.
 
-    Embeddings of a module are added up.
+    A module with several embedding tables sums their outputs.
     """
     if isinstance(module, nn.Embedding):
         return module.embedding_dim

@@ -1,4 +1,4 @@
-"""Layers whose parts lie in lists beside each other, which a model's loop calls one by one and adds up itself."""
+"""Layers whose sublayers are in parallel lists, which the model's loop calls separately and sums itself."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -12,14 +12,14 @@ from .off_stage_module import Placeholder, replace_module
 
 
 class OffStagePart(Placeholder):
-    """Stands where a part of another rank's layer is: passes `[batch, sequence, hidden]`, which nobody reads."""
+    """Placeholder for a sublayer of an off-stage layer; passes on `[batch, sequence, hidden]`, which is not read."""
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         return _passed(hidden_states)
 
 
 class StagedPart:
-    """Mixin of a part of a layer that this rank owns, which does nothing in its other stages and in rehearsals."""
+    """Mixin of an on-stage sublayer, which is skipped in other stages of its rank and in trial forwards."""
 
     _stage_boundary: StageBoundary
     _layer_index: int
@@ -36,10 +36,13 @@ class StagedPart:
 def stand_for_parts(
     model: nn.Module, names: Iterable[str], layer: int, boundary: StageBoundary, place: str | None
 ) -> dict[str, nn.Module]:
-    """Has the parts of a layer take part in the pipeline; returns those, by name, that something stands for now.
+    """Prepares the sublayers of a layer for the pipeline.
 
     Args:
-        place (`str`, *optional*): where the layer is, if it is another rank's.
+        place (`str`, *optional*): the stage of the layer, in words, if it is off-stage.
+
+    Returns:
+        name -> sublayer that a placeholder has replaced.
     """
     parts = {name: model.get_submodule(name) for name in names}
     for name, part in parts.items():
@@ -51,5 +54,5 @@ def stand_for_parts(
 
 
 def _passed(hidden_states: Tensor) -> Tensor:
-    """Returns hidden states for a caller of them or of their first entry."""
+    """Returns hidden states `[batch, sequence, hidden]` as a tensor whose first entry is itself, like a tuple's."""
     return hidden_states.detach().as_subclass(LayerOutputProxy)

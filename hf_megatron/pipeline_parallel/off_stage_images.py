@@ -1,4 +1,4 @@
-"""What stages, and microbatches, without images are called with, and what towers return there."""
+"""Image inputs of a pipelined model: arguments of stages and microbatches without images, and encoder placeholders."""
 
 import functools
 import inspect
@@ -19,7 +19,7 @@ from .off_stage_module import Placeholder
 
 
 class OffStageFeatures(BaseModelOutputWithPooling):
-    """Features of no images, or zeros `[placeholders, hidden]`, and nothing else of what towers return."""
+    """Output of a skipped vision encoder: no features, or zeros `[placeholders, hidden]`; other fields are `None`."""
 
     def __getattr__(self, name: str) -> None:
         if name.startswith("__"):
@@ -27,54 +27,57 @@ class OffStageFeatures(BaseModelOutputWithPooling):
 
 
 class OffStageImages:
-    """Fits calls of a model to stages that have no tower.
+    """Adapts the arguments of a call to stages without the vision encoder.
 
     Args:
-        model (`PreTrainedModel`): with stages on several ranks.
-        forward (`Callable`): its own.
-        boundary (`StageBoundary`): of its stages.
+        model (`PreTrainedModel`): model with stages on several ranks.
+        forward (`Callable`): the model's own forward.
+        boundary (`StageBoundary`): boundary of its stages.
     """
 
     def __init__(self, model: Any, spec: ModelSpec, forward: Callable[..., Any], boundary: StageBoundary) -> None:
         self._config, self._required = model.config, dict.fromkeys(required_images(forward))
         self._boundary, self._parameters = boundary, inspect.signature(forward).parameters
         self._argument, _, self._entry = (spec.pp.image_features_argument or "").partition(".")
-        # An encoder is asked for what it made.
+        # Prefix modules and encoder-decoders need the shapes of pixels on every stage.
         self._stand_before = bool(spec.pp.prefix_modules) or self._config.is_encoder_decoder
 
     def describe(self, arguments: dict[str, Any]) -> tuple:
-        """Returns what decides the shapes that travel between stages; see `microbatches.describe`."""
+        """Returns a key that determines the shapes sent between stages; see `microbatches.describe`."""
         are_read_later = not self._parameters.keys().isdisjoint(self._boundary.carried.arguments)
         pixels = get_pixels(arguments) if self._stand_before or are_read_later else None
         return describe(arguments) if pixels is None else (*describe(arguments), tuple(pixels.shape))
 
-    def arguments(self, given: dict[str, Any], stage: int, *, is_probe: bool = False) -> dict[str, Any]:
-        """Returns the arguments of a stage: images for the first one, and for the others their places and sizes.
+    def arguments(self, call_arguments: dict[str, Any], stage: int, *, is_probe: bool = False) -> dict[str, Any]:
+        """Returns the arguments of a stage: with pixels on the first one, and without them on later ones.
 
-        Later stages are given what the first one made of images for layers that read it, too.
+        Later stages also get the values that the first stage computed from images for their layers.
 
         Args:
-            is_probe (`bool`): for a trial forward, in which no layer reads them.
+            is_probe (`bool`): whether it is a trial forward, in which no layer reads them.
         """
-        found: dict[str, Any] = self._required | without_pixels(given) if stage and not self._stand_before else given
-        if stage and (not is_probe or get_pixels(given) is not None):
-            found = found | self._boundary.made_on_first(self._parameters, is_probe=is_probe)
-        if not self._argument or get_pixels(found) is not None or found.get(self._argument) is not None:
-            return found
-        count, width = int(placeholders(found, self._config).sum()), self._config.get_text_config().hidden_size
-        zeros = torch.zeros(count, width, device=found["input_ids"].device)
+        arguments: dict[str, Any] = (
+            self._required | without_pixels(call_arguments) if stage and not self._stand_before else call_arguments
+        )
+        if stage and (not is_probe or get_pixels(call_arguments) is not None):
+            arguments = arguments | self._boundary.made_on_first(self._parameters, is_probe=is_probe)
+        if not self._argument or get_pixels(arguments) is not None or arguments.get(self._argument) is not None:
+            return arguments
+        # A batch without images: zeros [placeholders, hidden] as features.
+        count, width = int(placeholders(arguments, self._config).sum()), self._config.get_text_config().hidden_size
+        zeros = torch.zeros(count, width, device=arguments["input_ids"].device)
         features = {self._entry: OffStageFeatures(pooler_output=zeros)} if self._entry else zeros
-        return self._required | found | {self._argument: features}
+        return self._required | arguments | {self._argument: features}
 
 
 def required_images(forward: Callable[..., Any]) -> list[str]:
-    """Lists the arguments of images that a forward cannot be called without."""
+    """Returns the image arguments that a forward requires."""
     parameters = inspect.signature(forward).parameters.items()
     return [name for name, of in parameters if of.default is inspect.Parameter.empty and is_image_argument(name)]
 
 
 class OffStageEncoder(OffStageInput):
-    """Stands where a tower of images is on later stages, and returns nothing where it is given nothing."""
+    """Placeholder for a vision encoder on later stages; returns empty features if it is called without tensors."""
 
     def make_placeholder(self, module: nn.Module) -> "OffStageEncoder":
         return OffStageEncoder(self._name, module, self._place, self._stage_boundary)
@@ -84,11 +87,11 @@ class OffStageEncoder(OffStageInput):
 
 
 class OffStagePrefix(OffStageInput):
-    """Stands where a module is whose outputs are set before the text: zeros, as long as those."""
+    """Placeholder for a module whose outputs precede the text tokens; returns zeros in the shapes of its outputs."""
 
     def __init__(self, name: str, module: nn.Module, place: str, boundary: StageBoundary):
         super().__init__(name, module, place, boundary)
-        # No part of this one: it stays on the meta device, without weights.
+        # Stored outside `_modules`: it stays on the meta device, without weights.
         self.__dict__["_original"] = module
 
     def make_placeholder(self, module: nn.Module) -> "OffStagePrefix":
@@ -106,15 +109,20 @@ class OffStagePrefix(OffStageInput):
             is_tensor = isinstance(like, Tensor)
             return torch.zeros(like.shape, dtype=follower.dtype, device=follower.device) if is_tensor else like
 
+        # Run on the meta device: only the shapes of the outputs are computed.
         with torch.no_grad():
-            made = self._original(
+            outputs = self._original(
                 *map(without_values, args), **{name: without_values(of) for name, of in kwargs.items()}
             )
-        return type(made)(**{name: zeros(of) for name, of in made.items()}) if isinstance(made, dict) else zeros(made)
+        return (
+            type(outputs)(**{name: zeros(of) for name, of in outputs.items()})
+            if isinstance(outputs, dict)
+            else zeros(outputs)
+        )
 
 
 class OffStageShapes(OffStagePrefix):
-    """Stands where a module with parts is that every stage runs: on weights of zeros, for its masks and its lengths."""
+    """Placeholder for a module with children that every stage runs: with zero weights, for its masks and lengths."""
 
     def make_placeholder(self, module: nn.Module) -> "OffStageShapes":
         return OffStageShapes(self._name, module, self._place, self._stage_boundary)
@@ -125,7 +133,7 @@ class OffStageShapes(OffStagePrefix):
         follower = self.get_buffer("_follower")
 
         def zeros(like: Tensor) -> Tensor:
-            # One number, however many the weight has.
+            # Expanded from one element: no memory in the size of the weight.
             dtype = follower.dtype if like.is_floating_point() else like.dtype
             return torch.zeros((), dtype=dtype, device=follower.device).expand(like.shape)
 
@@ -136,11 +144,11 @@ class OffStageShapes(OffStagePrefix):
 
 
 def get_input_class(module: nn.Module, *, is_prefix: bool, runs_everywhere: bool) -> type[OffStageInput]:
-    """Returns what stands for a module before the layers on later stages.
+    """Returns the class of the placeholder for a module before the layers, on later stages.
 
     Args:
-        is_prefix (`bool`): what it makes stands before the text, or has another length than what it is given.
-        runs_everywhere (`bool`): all stages have to run it.
+        is_prefix (`bool`): whether its output precedes the text, or has another length than its input.
+        runs_everywhere (`bool`): whether all stages have to run it.
     """
     if not runs_everywhere:
         return OffStagePrefix if is_prefix else OffStageInput
@@ -148,7 +156,7 @@ def get_input_class(module: nn.Module, *, is_prefix: bool, runs_everywhere: bool
 
 
 class StagedPrefix:
-    """Mixin of such a module on a rank that holds the first stage and later ones, which read the length alone."""
+    """Mixin of an on-stage prefix module; later stages of its rank read only the length of its output."""
 
     _stage_boundary: StageBoundary
 
@@ -158,7 +166,7 @@ class StagedPrefix:
 
 
 class StagedChange:
-    """Mixin of a module behind an encoder's layers that changes their length, which other stages of its rank read."""
+    """Mixin of a module after the encoder's layers that changes the length, which other stages of its rank read."""
 
     _stage_boundary: StageBoundary
     _stage: int
@@ -173,14 +181,14 @@ def _has_tensors(args: tuple, kwargs: dict[str, Any]) -> bool:
 
 
 def call_in_first_stage(encoder: nn.Module, boundary: StageBoundary) -> None:
-    """Has a tower return nothing in later stages of its rank, where it is given nothing.
+    """Patches a vision encoder to return empty features in later stages of its rank, if called without tensors.
 
-    It keeps its class, by which its outputs are recorded.
+    The module keeps its class, because transformers records outputs by class.
     """
-    own = encoder.forward
+    original = encoder.forward
 
-    @functools.wraps(own)
+    @functools.wraps(original)
     def forward(*args: Any, **kwargs: Any) -> Any:
-        return own(*args, **kwargs) if boundary.stage == 0 or _has_tensors(args, kwargs) else OffStageFeatures()
+        return original(*args, **kwargs) if boundary.stage == 0 or _has_tensors(args, kwargs) else OffStageFeatures()
 
     encoder.forward = forward  # type: ignore[method-assign]

@@ -1,4 +1,4 @@
-"""What stands where a module of another pipeline stage is: its names, shapes and dtypes, without values."""
+"""Placeholder for a module of another pipeline stage: has its names, shapes and dtypes, without values."""
 
 from collections.abc import Callable, Collection, Iterator
 from functools import cache
@@ -12,22 +12,23 @@ from ..compat.torch_autograd import inherit_forward
 from ..core.off_stage import OffStageModule, OffStageTensor, Owner, as_parameter
 from ..errors import UnsupportedError
 
-# By which transformers asks a module for a part of it while it loads.
+# Methods that transformers calls on submodules during loading.
 _ACCESSORS = ("get_input_embeddings", "get_output_embeddings")
-# Objects of settings that models read of their parts.
+# Config objects that models read from their submodules.
 _CONFIGS = ("config", "generation_config")
 
 
 class OffRankShard(UnsupportedError, AttributeError):
-    """A part of a module that lies on another stage; `hasattr` answers no."""
+    """Access to an attribute of a module on another stage; `hasattr` returns False."""
 
 
 class Progress(Protocol):
-    """What a model's placeholders ask.
+    """Loading progress of a model, read by its placeholders.
 
     Attributes:
-        is_filled: whether its weights are loaded, until when no loader must look for weights of other stages.
-        owner: knows this rank's own, once they are.
+        is_filled: whether the weights are loaded; until then, placeholders show no weights, so that no loader looks for
+            them.
+        owner: engine of the model, after its weights are loaded.
     """
 
     is_filled: bool
@@ -35,12 +36,12 @@ class Progress(Protocol):
 
 
 class Placeholder(OffStageModule, nn.Module):
-    """Stands where another rank's module is: its class, plain attributes, names and parameters without values.
+    """Placeholder for an off-stage module: has its class, plain attributes, names and parameters without values.
 
     Args:
-        module (`nn.Module`): the one it stands for, on the meta device.
-        place (`str`): where that is, in words.
-        progress (`Progress`): of the model.
+        module (`nn.Module`): the original module, on the meta device.
+        place (`str`): its stage, in words for error messages.
+        progress (`Progress`): loading progress of the model.
     """
 
     def __init__(self, module: nn.Module, place: str, progress: Progress):
@@ -65,7 +66,7 @@ class Placeholder(OffStageModule, nn.Module):
             return super().__getattr__(name)
         except AttributeError as error:
             if name in known:
-                # Until it is filled, a module around this one may draw weights for it: those of a meta tensor.
+                # During loading, a parent module may initialize the weights: give it the meta tensor.
                 return self._off_stage(known[name]) if self._progress.is_filled else known[name]
             if name.startswith("_") or "_place" not in self.__dict__:
                 raise
@@ -80,7 +81,7 @@ class Placeholder(OffStageModule, nn.Module):
             if value is self._parameters.get(name):
                 return
             before = self._modules.get(name)
-            # Adapters stand around linears on every stage, and are taken away again.
+            # Only PEFT may wrap or unwrap a child: it does the same on every stage.
             if (
                 before is None
                 or not isinstance(value, nn.Module)
@@ -97,8 +98,8 @@ class Placeholder(OffStageModule, nn.Module):
 
     def _off_rank_error(self, name: str) -> "OffRankShard":
         return OffRankShard(
-            f"{name} of a {self._kind.__name__}: it {self._place}, and this rank has the names, shapes and dtypes of "
-            "its weights only (model.state_dict()). Read and change it on the ranks of that stage, or load the model "
+            f"{name} of a {self._kind.__name__}: it {self._place}, and this rank has only the names, shapes and dtypes "
+            "of its weights (model.state_dict()). Read or change it on the ranks of that stage, or load the model "
             "with pp_size=1."
         )
 
@@ -106,25 +107,28 @@ class Placeholder(OffStageModule, nn.Module):
         return Placeholder(child, self._place, self._progress)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        raise UnsupportedError(f"A {self._kind.__name__} was called by itself: it {self._place}. Call the whole model.")
+        raise UnsupportedError(f"A {self._kind.__name__} was called alone, but it {self._place}. Call the full model.")
 
     def hold_parts(self) -> None:
-        """Shows the module's children, which nobody moved until now."""
+        """Registers the children's placeholders, on the present device."""
         device = self.get_buffer("_follower").device
         for name, part in self._parts.items():
-            # What has an attribute of a name already, as this has, takes no module of it otherwise.
+            # Set directly: `add_module` rejects names of existing attributes.
             self._modules[name] = part.to(device)
 
     def hold_real(self, name: str, part: nn.Module) -> None:
-        """Has a part of the module itself, which this rank has too."""
+        """Registers a child of the original module, which this rank holds too, instead of its placeholder."""
         del self._parts[name]
         self.add_module(name, part)
 
     def list_weights(self, names: Collection[str]) -> None:
-        """Lists those of the module's parameters that have these names in it; afterwards it shows all of its parts.
+        """Registers off-stage parameters, and the placeholders of all children.
 
-        Loops find it by the class of the module then, as they find the rank's own ones. Until then it has another one,
-        so that no loader draws weights for it.
+        The placeholder gets the class of its module as a base class, so that user code finds it with `isinstance`.
+        Before, it has another class, so that no loader initializes weights for it.
+
+        Args:
+            names: names of the parameters to register, relative to this module.
         """
         assert self._progress.owner is not None
         self.__class__ = _standing_class(self._own_class, self._kind)  # type: ignore[arg-type, assignment]
@@ -143,11 +147,11 @@ class Placeholder(OffStageModule, nn.Module):
         return iter(self._parts.values())
 
     def share_weight(self, name: str, parameter: nn.Parameter) -> None:
-        """Lists a parameter of any shape that another module of this rank lists too: a tied one."""
+        """Registers a tied parameter, of any shape, that another module of this rank has."""
         self._parameters[name] = parameter
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Placeholder":
-        """Moves and casts as the module would."""
+        """Moves and casts the off-stage parameters as the module would."""
         listed, self._parameters = self._parameters, {}
         try:
             super()._apply(fn, recurse)
@@ -159,7 +163,7 @@ class Placeholder(OffStageModule, nn.Module):
         return self
 
     def list_around(self, wrapper: nn.Module) -> None:
-        """Has a module around this one list its parameters without values, as those of this one are."""
+        """Replaces the parameters of a module that wraps this one by off-stage ones."""
         assert self._progress.owner is not None
         for module in wrapper.modules():
             for name, parameter in module._parameters.items():
@@ -170,7 +174,7 @@ class Placeholder(OffStageModule, nn.Module):
                     )
 
     def make_placeholder(self, module: nn.Module) -> "Placeholder":
-        """Makes the placeholder of a module that is exchanged for this one's on the ranks that have it."""
+        """Returns the placeholder for a module that replaces this one's module on the ranks that hold it."""
         return self._own_class(module, self._place, self._progress)
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
@@ -190,7 +194,7 @@ class Placeholder(OffStageModule, nn.Module):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
-        """Finds what one process would find wrong; there is nothing to load."""
+        """Reports the errors that a single-process model would report; there is nothing to load."""
         if not self._progress.is_filled:
             return
         for name, tensor in self._weights.items():
@@ -210,20 +214,20 @@ class Placeholder(OffStageModule, nn.Module):
 
 
 def _is_mixed_into(wrapper: nn.Module, inner: nn.Module) -> bool:
-    """Tells whether a module of PEFT's, which every stage makes alike, was put around another one."""
+    """Returns whether `wrapper` is a PEFT module around `inner`; PEFT wraps modules on every stage in the same way."""
     is_known = any(base.__module__.partition(".")[0] == "peft" for base in type(wrapper).__mro__)
     return is_known and any(module is inner for module in wrapper.modules())
 
 
 @cache
 def _standing_class(base: Any, kind: Any) -> type[nn.Module]:
-    made = type(kind.__name__, (base, kind), {})
-    inherit_forward(made)
-    return made
+    mixed = type(kind.__name__, (base, kind), {})
+    inherit_forward(mixed)
+    return mixed
 
 
 def _is_plain(name: str, value: Any) -> bool:
-    # Some sizes are tensors of one number (Inkling's projections).
+    # Some sizes are 0-dim tensors (Inkling's projections).
     is_number = isinstance(value, Tensor) and value.dim() == 0 and not isinstance(value, nn.Parameter)
     is_plain = name in _CONFIGS or is_number or isinstance(value, str | int | float | bool | tuple | None)
     return is_plain and name != "training" and not name.startswith("_")
@@ -235,12 +239,12 @@ def first_dtype(module: nn.Module) -> torch.dtype | None:
 
 
 def names_in(part: str, names: Collection[str]) -> set[str]:
-    """Returns what names of a module's weights are called in one of its parts."""
+    """Returns the names of weights that are inside the submodule `part`, relative to it."""
     prefix = f"{part}." if part else ""
     return {name.removeprefix(prefix) for name in names if name.startswith(prefix)}
 
 
 def replace_module(model: nn.Module, name: str, module: nn.Module) -> None:
-    """Puts a module in the place of a model's of this name."""
+    """Replaces the submodule of this name."""
     owner, _, leaf = name.rpartition(".")
     setattr(model.get_submodule(owner), leaf, module)

@@ -1,4 +1,4 @@
-"""What a pipelined model returns, and the autograd nodes behind it."""
+"""Outputs of a pipelined model and their autograd nodes."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,15 +14,15 @@ from ..errors import UnsupportedError
 from ..losses.batch_loss import BatchLoss
 from ..losses.targets import target_names
 
-# What state space models, RWKV and XLNet return beside logits.
+# Outputs of state space models, RWKV and XLNet in addition to logits.
 _STATES = ("cache_params", "state", "mems")
 
 
 @dataclass
 class PipelineOutput(ModelOutput):
-    """What a pipelined model returns, the same on every rank.
+    """Output of a pipelined model, identical on every rank of the pipeline.
 
-    Logits are not there in training with labels.
+    Logits are not available in training with labels.
 
     Args:
         loss (`Tensor`, *optional*): a scalar.
@@ -31,9 +31,9 @@ class PipelineOutput(ModelOutput):
         start_logits (`Tensor`, *optional*), end_logits (`Tensor`, *optional*): `[batch, sequence]`.
         prediction_logits (`Tensor`, *optional*): `[batch, sequence, vocab]`.
         seq_relationship_logits (`Tensor`, *optional*): `[batch, 2]`.
-        last_hidden_state (`Tensor`, *optional*): `[batch, sequence, hidden]`, of a base model.
-        pooler_output (`Tensor`, *optional*): `[batch, hidden]`, of a base model that has a pooler.
-        past_key_values (`Cache`, *optional*): with the keys and values of this rank's layers.
+        last_hidden_state (`Tensor`, *optional*): `[batch, sequence, hidden]`, for base models.
+        pooler_output (`Tensor`, *optional*): `[batch, hidden]`, for base models with a pooler.
+        past_key_values (`Cache`, *optional*): keys and values of this rank's layers only.
     """
 
     loss: Tensor | None = None
@@ -50,7 +50,7 @@ class PipelineOutput(ModelOutput):
     def __getattr__(self, name: str) -> Any:
         if name == "encoder_last_hidden_state":
             raise _OffStageOutputError(
-                f"outputs.{name} of a pipelined model: one of its stages has it. Call model.get_encoder() under "
+                f"outputs.{name} of a pipelined model is available on one stage only. Call model.get_encoder() under "
                 "torch.no_grad(), which returns it on every rank, or load the model with pp_size=1."
             )
         if name in _STATES:
@@ -62,10 +62,10 @@ class PipelineOutput(ModelOutput):
 
 
 class _OffStageOutputError(UnsupportedError, AttributeError):
-    """An output that one stage has; `hasattr` answers no."""
+    """Access to an output that only one stage has; `hasattr` returns False."""
 
 
-# Fields with a row per sample, in the order of classes' own outputs.
+# Fields `[batch, ...]`, in the order of transformers' output classes.
 VALUES_OF_ROWS = (
     *("logits", "start_logits", "end_logits", "prediction_logits", "seq_relationship_logits"),
     *("last_hidden_state", "pooler_output"),
@@ -73,57 +73,57 @@ VALUES_OF_ROWS = (
 
 
 class UnavailableLogits(UnavailableOutput):
-    """Stands where logits were not kept."""
+    """Placeholder for logits that were not kept."""
 
     message = (
-        "A pipelined model has no logits in a training step with labels: its backward is over already. Call it "
-        "without labels to get logits that a loss of your own can be computed from."
+        "A pipelined model has no logits in a training step with labels: its backward has run already. Call it "
+        "without labels to compute your own loss from its logits."
     )
 
 
-# Of inputs, and what autograd has to add to each parameter.
+# Gradients of inputs, and the gradients that autograd has to add to each parameter.
 Gradients = tuple[Sequence[Tensor | None], Sequence[Tensor | None]]
 
 
 class Backward(Protocol):
-    """What stands behind values that a pipeline returned."""
+    """Backward of the values that a pipeline returned."""
 
     def __call__(self, gradients: tuple[Tensor, ...], /, *, accumulates: bool, wants_weights: bool) -> Gradients:
-        """Takes the gradients of the values.
+        """Computes gradients of inputs and parameters from the gradients of the values.
 
         Args:
-            accumulates (`bool`): the backward adds to `.grad` of what it reaches; else it returns gradients.
-            wants_weights (`bool`): whether it asks for those of parameters.
+            accumulates (`bool`): whether the backward adds to `.grad` of the leaves instead of returning gradients.
+            wants_weights (`bool`): whether gradients of parameters are needed.
         """
 
 
 class PipelineValues(torch.autograd.Function):
-    """Values of the last stage on every rank; inputs and parameters get their gradients from what is handed in."""
+    """Autograd node of the last stage's values on every rank; a `Backward` computes the gradients."""
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, backward: Backward, values: int, inputs: int, *tensors: Tensor) -> Any:
-        """Returns the first tensors, `[rows, ...]` or scalars, as the last stage made them.
+        """Returns the first `values` tensors, `[batch, ...]` or scalars.
 
         Args:
-            anchor (`Tensor`): a leaf of this call alone, which tells backward what it is asked for.
-            backward (`Backward`): does the work.
-            values (`int`), inputs (`int`): how many of the tensors are values, and how many inputs; parameters follow.
+            anchor (`Tensor`): leaf of this call; only a full `backward()` reaches it.
+            backward (`Backward`): computes the gradients.
+            values (`int`), inputs (`int`): number of tensors that are values, and inputs; the others are parameters.
         """
         ctx.run, ctx.values, ctx.inputs = backward, values, inputs
         return tuple(value.clone() for value in tensors[:values])
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        """Takes the gradients of values `[rows, ...]` or scalars."""
+        """Returns the gradients of inputs and parameters from gradients of the values, `[batch, ...]` or scalars."""
         if torch.is_grad_enabled():
             raise UnsupportedError(
                 "create_graph=True: the gradients of a pipelined model cannot be differentiated again. Load it with "
                 "pp_size=1."
             )
         anchor, weights = ctx.next_functions[0], ctx.next_functions[1 + ctx.values + ctx.inputs :]
-        # `loss.backward()` reaches everything; what was asked for less has to name what it wants.
+        # `loss.backward()` reaches the anchor; `torch.autograd.grad` and `backward(inputs=...)` do not.
         accumulates = is_reached(anchor)
-        # A frozen parameter may keep a gradient, and has no edge.
+        # A frozen parameter may be listed because it keeps a gradient; it has no edge in the graph.
         wants_weights = accumulates or any(is_reached(edge) for edge in weights if edge[0] is not None)
         inputs, parameters = ctx.run(gradients, accumulates=accumulates, wants_weights=wants_weights)
         return (torch.zeros(0), None, None, None, *(None for _ in range(ctx.values)), *inputs, *parameters)
@@ -132,13 +132,16 @@ class PipelineValues(torch.autograd.Function):
 def with_backward(
     backward: Backward, values: tuple[Tensor, ...], inputs: Sequence[Tensor], parameters: Sequence[Tensor]
 ) -> tuple[Tensor, ...]:
-    """Gives values, `[rows, ...]` or scalars, a node that inputs and parameters of any shape get gradients from."""
+    """Returns values, `[batch, ...]` or scalars, with a node that connects them to inputs and parameters.
+
+    Inputs and parameters may have any shape.
+    """
     anchor = torch.zeros(0, requires_grad=True)
     return PipelineValues.apply(anchor, backward, len(values), len(inputs), *values, *inputs, *parameters)
 
 
 class ReportedPart(torch.autograd.Function):
-    """A part of the loss that is returned beside it, without a graph of its own."""
+    """Autograd node of a loss term that is returned in addition to the loss; its backward raises."""
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, name: str, value: Tensor) -> Tensor:
@@ -148,36 +151,37 @@ class ReportedPart(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[None, None, None]:
-        """Refuses the gradient of the scalar."""
+        """Raises `UnsupportedError`."""
         raise UnsupportedError(
-            f"outputs.{ctx.name} of a pipelined model in training is part of outputs.loss and cannot be backpropagated "
-            "by itself. Weigh it by the model's config (router_aux_loss_coef), or load the model with pp_size=1."
+            f"outputs.{ctx.name} of a pipelined model in training is included in outputs.loss and cannot be "
+            "backpropagated separately. Weight it in the model's config (router_aux_loss_coef), or load the model with "
+            "pp_size=1."
         )
 
 
 def reported(name: str, value: Tensor) -> Tensor:
-    """Makes a part of the loss, a scalar, say in backward that it has none of its own."""
+    """Returns a loss term, a scalar, whose backward raises because its gradient is part of the loss's."""
     return ReportedPart.apply(torch.zeros(0, requires_grad=True), name, value)
 
 
 def read_loss(output: Any, model: Any, loss: BatchLoss, arguments: Mapping[str, Any]) -> Tensor:
-    """Reads the loss, a scalar, of what the last stage returned for a microbatch's arguments."""
+    """Returns the loss, a scalar, from the last stage's output for a microbatch."""
     names = target_names(arguments)
     if unknown := [name for name in names if name not in loss.used]:
         raise UnsupportedError(
-            f"{type(model).__name__} computes its loss of {', '.join(unknown)} itself, each microbatch's by its own "
-            "targets; with a pipeline call it without labels and compute the loss from its logits."
+            f"{type(model).__name__} computes its loss of {', '.join(unknown)} itself, averaged over the targets of "
+            "each microbatch. With pipeline parallelism, call it without labels and compute the loss from its logits."
         )
     if not isinstance(output.get("loss"), Tensor):
-        raise UnsupportedError(f"{type(model).__name__} returns no loss of {', '.join(names)} alone.")
+        raise UnsupportedError(f"{type(model).__name__} returns no loss for {', '.join(names)} only.")
     return output["loss"]
 
 
 def read_sample_outputs(output: Any, model: Any) -> dict[str, Tensor]:
-    """Reads logits or hidden states, `[rows, ...]` each, of what the last stage returned, by their fields' names."""
-    found = {name: output[name] for name in VALUES_OF_ROWS if output.get(name) is not None}
-    if not found:
+    """Returns logits or hidden states, `[batch, ...]` each, of the last stage's output, by field name."""
+    values = {name: output[name] for name in VALUES_OF_ROWS if output.get(name) is not None}
+    if not values:
         raise UnsupportedError(
-            f"{type(model).__name__} returns nothing that a pipeline hands out: {', '.join(VALUES_OF_ROWS)}, losses."
+            f"{type(model).__name__} returns no output that a pipeline supports: {', '.join(VALUES_OF_ROWS)}, losses."
         )
-    return {name: value if isinstance(value, Tensor) else value.gather(warn=False) for name, value in found.items()}
+    return {name: value if isinstance(value, Tensor) else value.gather(warn=False) for name, value in values.items()}

@@ -1,7 +1,7 @@
-"""Activations and their gradients between neighbouring stages.
+"""Point-to-point communication of activations and their gradients between neighboring stages.
 
-Both sides know from the batch which shapes will travel once they have seen them; only the first time a batch of a kind
-comes by does a header go ahead.
+The shapes of a message follow from the kind of the batch. Only the first message of a kind is preceded by a header with
+shapes and dtypes; both sides remember them.
 """
 
 from collections import deque
@@ -18,14 +18,15 @@ from .stage_payload import Message
 
 _HEADER_SIZE = 4096
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int32, torch.bool)
-# Sends that may be under way: the receiver takes them in order.
+# Maximum number of unfinished sends, whose tensors are kept alive.
 IN_FLIGHT = 2
 
 Shapes = tuple[tuple[tuple[int, ...], torch.dtype], ...]
 
 
 def encode(message: Message) -> Tensor:
-    """Writes the shapes and dtypes of a message's tensors, and its layout, as `[4096]` integers."""
+    """Returns a header `[4096]` of integers with the shapes and dtypes of a message's tensors, and its layout."""
+    # Number of tensors; dtype index, number of dims and dims of each; length and bytes of the layout; zeros.
     numbers = [len(message.tensors)]
     for tensor in message.tensors:
         numbers += [_DTYPES.index(tensor.dtype), tensor.dim(), *tensor.shape]
@@ -33,13 +34,13 @@ def encode(message: Message) -> Tensor:
     numbers += [len(layout), *layout]
     if len(numbers) > _HEADER_SIZE:
         raise UnsupportedError(
-            f"{len(message.tensors)} tensors leave a pipeline stage; their shapes do not fit the header."
+            f"A pipeline stage sends {len(message.tensors)} tensors, whose shapes do not fit the header."
         )
     return torch.tensor(numbers + [0] * (_HEADER_SIZE - len(numbers)))
 
 
 def decode(header: Tensor) -> tuple[Shapes, str]:
-    """Reads the shapes and the layout that `encode` wrote, `[4096]`."""
+    """Returns the shapes and the layout from a header `[4096]` of `encode`."""
     numbers = iter(header.tolist())
     shapes = []
     for _ in range(next(numbers)):
@@ -54,28 +55,28 @@ def _get_shapes(tensors: tuple[Tensor, ...]) -> Shapes:
 
 @dataclass
 class Arriving:
-    """Tensors on their way to this rank."""
+    """Tensors that are being received."""
 
     tensors: tuple[Tensor, ...]
     works: list[Any]
     layout: str = ""
 
     def wait(self) -> tuple[Tensor, ...]:
-        """Returns the tensors, of any shape, once they are there."""
+        """Waits for the tensors, of any shape, and returns them."""
         for work in self.works:
             work.wait()
         return self.tensors
 
 
 class Transport:
-    """Sends and receives over the ranks of a pipeline.
+    """Point-to-point communication between the ranks of a pipeline.
 
     Args:
         group (`ProcessGroup`): the pipeline's ranks.
-        device (`torch.device`): where received tensors go.
+        device (`torch.device`): device of received tensors.
 
     Attributes:
-        known: kinds of messages -> their shapes and layout.
+        known: kind of message -> its shapes and layout.
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device):
@@ -85,23 +86,27 @@ class Transport:
         self._sends: deque[tuple[list[Any], tuple[Tensor, ...]]] = deque()
 
     def send(self, message: Message, peer: int, tag: int, kind: Hashable) -> None:
-        """Starts sending a message; `UnsupportedError` for one kind with different shapes.
+        """Starts sending a message.
 
         Args:
-            message: its tensors are kept until they are sent.
+            message: its tensors are kept alive until they are sent.
             peer (`int`): rank in the group.
-            tag (`int`): the same on both sides, different for messages that are under way together.
-            kind: equal for messages of equal shapes; `None` if the receiver knows them.
+            tag (`int`): the same on both sides; different for messages that are in flight at the same time.
+            kind: equal for messages of equal shapes; `None` if the receiver knows the shapes.
+
+        Raises:
+            UnsupportedError: if an earlier message of this kind had other shapes.
         """
         held = tensors = tuple(tensor.detach().contiguous() for tensor in message.tensors)
         described = _get_shapes(tensors), message.layout
         if kind is not None and kind not in self.known:
+            # First message of its kind: the header precedes the tensors.
             self.known[kind] = described
             held = (encode(message).to(self.device), *tensors)
         elif kind is not None and self.known[kind] != described:
             raise UnsupportedError(
-                f"What leaves a pipeline stage has the shapes {described} and had {self.known[kind]} for a batch of "
-                "the same shapes: they must follow from the batch."
+                f"A pipeline stage sends tensors of the shapes {described}, but sent {self.known[kind]} for an earlier "
+                "batch of the same shapes: they must be determined by the batch."
             )
         works = [work for tensor in held for work in self._start(dist.isend, tensor, peer, tag)]
         self._sends.append((works, held))
@@ -116,13 +121,13 @@ class Transport:
         return self.receive_shapes(shapes, peer, tag, layout)
 
     def forget(self, kinds: Iterable[Hashable]) -> None:
-        """Forgets kinds `(stage, kind)` of messages that come once."""
+        """Removes the shapes of kinds that are used once; entries are keyed by `(stage, kind)`."""
         once = set(kinds)
         for name in [name for name in self.known if once and isinstance(name, tuple) and name[1] in once]:
             del self.known[name]
 
     def learn(self, peer: int, tag: int, kind: Hashable) -> tuple[Shapes, str]:
-        """Returns the shapes and layout of a kind that arrives for the first time, from the header ahead of it."""
+        """Receives the header of the first message of a kind; returns its shapes and layout."""
         header = torch.empty(_HEADER_SIZE, dtype=torch.int64, device=self.device)
         for work in self._start(dist.irecv, header, peer, tag):
             work.wait()
@@ -135,10 +140,11 @@ class Transport:
         return Arriving(tensors, works, layout)
 
     def broadcast(self, tensors: tuple[Tensor, ...], source: int) -> tuple[Tensor, ...]:
-        """Gives every rank the tensors, of any shape, of one of the group; the others pass none."""
+        """Broadcasts tensors of any shape from one rank of the group; the others pass none. Collective."""
         is_source = dist.get_rank(self.group) == source
         header = encode(Message(tensors)) if is_source else torch.empty(_HEADER_SIZE, dtype=torch.int64)
         header = header.to(self.device)
+        # The header [4096] comes first, so that the other ranks can allocate the tensors.
         dist.broadcast(header, group=self.group, group_src=source)
         if not is_source:
             tensors = tuple(torch.empty(shape, dtype=dtype, device=self.device) for shape, dtype in decode(header)[0])
@@ -150,7 +156,7 @@ class Transport:
         """Adds another rank's tensor, of any shape, in place; both ranks call it and get the same bits."""
         other = torch.empty(tensor.shape, dtype=tensor.dtype, device=self.device)
         ends = ((dist.isend, tensor.detach().contiguous()), (dist.irecv, other))
-        # Together: NCCL would have both wait for what neither has begun to send.
+        # Batched: with NCCL, separate sends on both ranks would wait for each other.
         operations = [dist.P2POp(operation, end, group=self.group, group_peer=peer, tag=tag) for operation, end in ends]
         for work in dist.batch_isend_irecv(operations):
             work.wait()
@@ -167,6 +173,7 @@ class Transport:
             work.wait()
 
     def _start(self, operation: Any, tensor: Tensor, peer: int, tag: int) -> list[Any]:
+        # gloo supports tags; NCCL pairs operations by their order, and batching avoids one communicator per pair.
         if self._is_gloo:
             end = "group_dst" if operation is dist.isend else "group_src"
             return [operation(tensor, group=self.group, tag=tag, **{end: peer})]

@@ -1,10 +1,11 @@
-"""A packed row as microbatches: cut between documents that neither attention nor targets join.
+"""Microbatches of a packed sequence: it is split between documents that neither attention nor targets connect.
 
-    one row                  a a a a a | b b | c c c c c | d d
+    packed sequence          a a a a a | b b | c c c c c | d d
     as two microbatches      a a a a a | b b     c c c c c | d d
 
-Documents are where positions begin anew, as transformers finds them, and in `cu_seq_lens_*` where a caller gives them
-too. A document's last token predicts the next one's first unless labels leave it out: only where they do is a border.
+A document starts where positions restart, as transformers finds documents, and also at a `cu_seq_lens_*` boundary if
+the caller passes these. The last token of a document predicts the first one of the next document unless the labels mask
+it: the sequence may be split only there.
 """
 
 from collections.abc import Iterator, Mapping
@@ -21,7 +22,8 @@ from .microbatches import batch_size
 
 _TOKENS = 1
 _ENDS = {"cu_seq_lens_q": "max_length_q", "cu_seq_lens_k": "max_length_k"}
-# Others may mean something else in a part: `logits_to_keep`; `is_causal`, which attention ignores beside a mask.
+# Arguments that keep their meaning for part of a sequence. Others may not: `logits_to_keep`, or `is_causal`, which
+# attention ignores if there is a mask.
 _OF_ANY_PART = frozenset(
     (
         *("use_cache", "return_dict", "output_attentions", "output_hidden_states", "output_router_logits"),
@@ -32,11 +34,11 @@ _OF_ANY_PART = frozenset(
 
 @dataclass(frozen=True)
 class PackedRow:
-    """One row of several documents.
+    """One packed sequence of several documents.
 
     Args:
-        arguments: of the call.
-        borders: tokens at which it may be cut, ascending.
+        arguments: arguments of the call.
+        borders: token indices at which it may be split, ascending.
     """
 
     arguments: Mapping[str, Any]
@@ -44,40 +46,43 @@ class PackedRow:
 
     @classmethod
     def of_call(cls, arguments: Mapping[str, Any]) -> "PackedRow | None":
-        """Finds the documents of a call; `None` where it is no packed row that can be cut."""
+        """Returns the packed sequence of a call, or `None` if it is not one that can be split."""
         positions = arguments.get(POSITIONS)
         if batch_size(arguments) != 1 or not isinstance(positions, Tensor) or positions.dim() != 2:
             return None
         length = positions.shape[_TOKENS]
         if any(not _can_be_cut(name, value, length) for name, value in arguments.items()):
             return None
+        # [tokens]: True for the first token of each document after the first.
         may_cut = where_positions_begin(positions)[0]
         may_cut[0] = False
         if (ends := arguments.get("cu_seq_lens_q")) is not None:
             may_cut &= torch.isin(torch.arange(length, device=may_cut.device), ends.to(may_cut.device))
         labels = arguments.get("labels")
         if arguments.get("shift_labels") is None and labels is not None:
+            # Labels are shifted by the loss: the label of a document's first token is the target of the previous token.
             may_cut &= (labels[0] == arguments.get("ignore_index", IGNORE_INDEX)).to(may_cut.device)
         borders = may_cut.nonzero().flatten().tolist()
         return cls(arguments, tuple(borders)) if borders else None
 
     @property
     def length(self) -> int:
-        """Tokens of the row."""
+        """Number of tokens."""
         return self.arguments[POSITIONS].shape[_TOKENS]
 
     def microbatches(self, count: int) -> list[dict[str, Any]]:
-        """Cuts the row where `count` equal shares of its tokens would end, or as near as documents allow.
+        """Splits the sequence into up to `count` microbatches of nearly equal length, at document borders.
 
-        There are fewer of them where a document is longer than its share.
+        There are fewer if a document is longer than its share.
         """
-        wanted = (self.length * number / count for number in range(1, count))
-        nearest = {min((abs(border - place), border) for border in self.borders)[1] for place in wanted}
+        ideal_borders = (self.length * index / count for index in range(1, count))
+        nearest = {min((abs(border - place), border) for border in self.borders)[1] for place in ideal_borders}
         return [dict(self._part(start, stop)) for start, stop in pairwise((0, *sorted(nearest), self.length))]
 
     def _part(self, start: int, stop: int) -> Iterator[tuple[str, Any]]:
         for name, value in self.arguments.items():
             if name in _ENDS and value is not None:
+                # Document ends of this microbatch, relative to its first token.
                 ends = value[(value >= start) & (value <= stop)] - start
                 yield name, ends
                 yield _ENDS[name], int(ends.diff().max())
@@ -86,7 +91,7 @@ class PackedRow:
 
 
 def count_tokens(microbatch: Mapping[str, Any]) -> int:
-    """Counts the tokens of a packed row's part."""
+    """Returns the number of tokens in a microbatch of a packed sequence."""
     return microbatch[POSITIONS].shape[_TOKENS]
 
 
@@ -99,5 +104,5 @@ def _can_be_cut(name: str, value: Any, length: int) -> bool:
         return True
     if not isinstance(value, Tensor):
         return False
-    # A mask of ones makes transformers take the documents for one.
+    # With an attention mask, even of ones, transformers does not separate the documents.
     return name != "attention_mask" and (value.dim() == 0 or tuple(value.shape[:2]) == (1, length))

@@ -1,4 +1,4 @@
-"""How many parameters a pipelined model has: the whole model's, of which a rank holds its stages'."""
+"""Parameter counts of the full model; each rank of a pipeline holds its own stages only."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,11 +13,11 @@ from ..parallel_state import ParallelState
 
 @dataclass(frozen=True)
 class ParameterCounts:
-    """The sizes of a whole model's parameters.
+    """Sizes of all parameters of a model.
 
     Attributes:
-        sizes: by name, a tied one under its first.
-        embeddings: names of those that are an embedding's.
+        sizes: name -> number of entries; a tied parameter has its first name.
+        embeddings: names of embedding weights.
     """
 
     sizes: dict[str, int]
@@ -25,18 +25,18 @@ class ParameterCounts:
 
     @classmethod
     def of_full(cls, model: Any) -> "ParameterCounts":
-        """Counts the entries of a meta model that is not cut yet."""
+        """Counts the parameters of a meta model before it is split into stages."""
         embeddings = {f"{name}.weight" for name, module in model.named_modules() if isinstance(module, nn.Embedding)}
-        # The loader's model holds a tied weight in a parameter for each of its names.
+        # On the meta device, a tied weight is a separate parameter under each of its names.
         tied = model.all_tied_weights_keys
         sizes = {name: p.numel() for name, p in model.named_parameters() if name not in tied}
         return cls(sizes, frozenset(embeddings))
 
     def bound(self, state: ParallelState) -> Callable[..., int]:
-        """Returns what stands in the place of `num_parameters` of one model."""
+        """Returns the replacement of `model.num_parameters`."""
 
         def num_parameters(model: Any, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
-            """Counts the whole model's parameters; with `only_trainable` every rank of a pipeline has to call it."""
+            """Returns the parameter count of the full model; collective over the pipeline with `only_trainable`."""
             left_out = self.embeddings if exclude_embeddings else frozenset()
             if not only_trainable:
                 return sum(size for name, size in self.sizes.items() if name not in left_out)
@@ -47,6 +47,7 @@ class ParameterCounts:
                 for name, parameter in model.named_parameters()
                 if parameter.requires_grad and name not in left_out and cut.owner(name) == state.mesh.pp_rank
             )
+            # Each rank counts the parameters that it owns (a tied weight counts once), and the counts are summed.
             total = torch.tensor(counted, dtype=torch.int64, device=state.mesh.device)
             dist.all_reduce(total, group=state.mesh.pp_group)
             return int(total)

@@ -1,4 +1,4 @@
-"""How many layers each pipeline stage holds, and what a layer costs."""
+"""Partition of layers into pipeline stages: evenly, or by their costs."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from ..errors import ConfigError
 
 @dataclass(frozen=True)
 class Stages:
-    """Which layers a stage holds and which rank holds a stage.
+    """Layers of each stage, and the rank that holds it.
 
     Args:
         ranges (`tuple[tuple[int, int], ...]`): the `[start, stop)` layers of each stage.
@@ -21,15 +21,15 @@ class Stages:
 
     @classmethod
     def of(cls, counts: Sequence[int], rank_of: Sequence[int]) -> "Stages":
-        """Makes stages from the number of layers and the rank of each."""
+        """Creates stages from the number of layers and the rank of each."""
         if len(counts) != len(rank_of):
-            raise ValueError(f"{len(counts)} numbers of layers for {len(rank_of)} stages.")
+            raise ValueError(f"{len(counts)} layer counts for {len(rank_of)} stages.")
         stops = tuple(accumulate(counts))
         return cls(tuple(zip((0, *stops), stops, strict=False)), tuple(rank_of))
 
     @property
     def ends(self) -> tuple[int, int]:
-        """Returns the ranks of the first and the last stage; the first two where these are one."""
+        """Ranks of the first and the last stage; `(0, 1)` if one rank holds both (V-shaped schedules)."""
         return (self.rank_of[0], self.rank_of[-1]) if self.rank_of[0] != self.rank_of[-1] else (0, 1)
 
     def of_rank(self, rank: int) -> tuple[int, ...]:
@@ -45,36 +45,38 @@ class Stages:
 
 
 def check_partition(counts: Sequence[int], layers: int, stages: int) -> None:
-    """Raises `ConfigError` where a stated number of layers for each stage does not fit model and stages."""
+    """Raises `ConfigError` if the number of layers of each stage does not fit the model and the stages."""
     _check_stages(layers, stages)
     if len(counts) != stages or sum(counts) != layers or min(counts) < 1:
         raise ConfigError(
-            f"MegatronConfig.pipeline_partition = {list(counts)}: expected {stages} numbers of 1 or more (pp_size x "
-            f"virtual_stages) that add up to the model's {layers} layers, for example {list(even(layers, stages))}."
+            f"MegatronConfig.pipeline_partition = {list(counts)}: expected {stages} positive integers (pp_size x "
+            f"virtual_stages) that sum to the model's {layers} layers, for example {list(even(layers, stages))}."
         )
 
 
 def even(layers: int, stages: int) -> tuple[int, ...]:
-    """Shares layers out evenly, the rest to the first stages; raises `ConfigError` with fewer layers than stages."""
+    """Returns an even partition, with the remainder on the first stages; raises `ConfigError` for too many stages."""
     _check_stages(layers, stages)
     share, rest = divmod(layers, stages)
     return tuple(share + (stage < rest) for stage in range(stages))
 
 
 def partition(costs: Sequence[float], stages: int, *, before: float = 0.0, after: float = 0.0) -> tuple[int, ...]:
-    """Returns the layers of each stage that make the most expensive stage as cheap as can be; raises as `even`.
+    """Returns the number of layers of each stage that minimizes the cost of the most expensive stage.
 
-    Every stage gets a layer. Among partitions with the same most expensive stage the sum of the squared costs is the
-    smallest, which evens out the others, and then the earlier stages get more layers; so equal layers are shared out
-    as by `even`.
+    Every stage gets a layer. Ties are resolved by the smallest sum of squared costs, which balances the other stages,
+    and then in favor of more layers on earlier stages; so equal costs give the partition of `even`.
 
     Args:
-        costs (`Sequence[float]`): the cost of each layer, 0 or more.
-        before, after (`float`, defaults to 0.0): what the first and the last stage cost besides their layers.
+        costs (`Sequence[float]`): cost of each layer, 0 or more.
+        before, after (`float`, defaults to 0.0): cost of the first and the last stage in addition to their layers.
+
+    Raises:
+        ConfigError: if there are fewer layers than stages.
     """
     layers = len(costs)
     _check_stages(layers, stages)
-    # Whole multiples of a common unit: sums of floats would break ties by their rounding.
+    # Integer multiples of a common unit: rounding of float sums would decide ties.
     ratios = [float(cost).as_integer_ratio() for cost in (*costs, before, after)]
     unit = max(denominator for _, denominator in ratios)
     *exact, first, last = [numerator * (unit // denominator) for numerator, denominator in ratios]
@@ -85,11 +87,11 @@ def partition(costs: Sequence[float], stages: int, *, before: float = 0.0, after
         return sums[stop] - sums[start] + around
 
     def stops(stage: int, start: int) -> range:
-        """Returns where a stage may end, latest first: with one layer or more for it and each stage behind it."""
+        """Returns where a stage may end, latest first, so that it and each later stage have at least one layer."""
         latest = layers - (stages - 1 - stage)
         return range(latest, latest - 1 if stage == stages - 1 else start, -1)
 
-    # From the last stage to the first: the lowest maximum, for every layer that a stage may start with.
+    # Dynamic programming from the last stage to the first: start layer -> lowest maximum over the remaining stages.
     lowest = {layers: 0}
     for stage in reversed(range(stages)):
         lowest = {
@@ -97,11 +99,11 @@ def partition(costs: Sequence[float], stages: int, *, before: float = 0.0, after
             for start in _starts(stage, stages, layers)
         }
     limit = lowest[0]
-    # Once more with this limit: the smallest sum of squares and the counts that make it. `min` keeps the first, which
-    # has the most layers in this stage.
+    # Second pass under this limit: start layer -> smallest sum of squares and its counts. `min` keeps the first of
+    # equal choices, which has the most layers in this stage.
     best: dict[int, tuple[int, tuple[int, ...]]] = {layers: (0, ())}
     for stage in reversed(range(stages)):
-        found = {}
+        candidates = {}
         for start in _starts(stage, stages, layers):
             choices = [
                 (cost(stage, start, stop) ** 2 + best[stop][0], (stop - start, *best[stop][1]))
@@ -109,8 +111,8 @@ def partition(costs: Sequence[float], stages: int, *, before: float = 0.0, after
                 if stop in best and cost(stage, start, stop) <= limit
             ]
             if choices:
-                found[start] = min(choices, key=lambda choice: choice[0])
-        best = found
+                candidates[start] = min(choices, key=lambda choice: choice[0])
+        best = candidates
     return best[0][1]
 
 

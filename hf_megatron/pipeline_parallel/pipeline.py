@@ -48,6 +48,7 @@ class Pipeline(Shared):
 
     def __init__(self, model: Any, state: ParallelState, cut: ModelPartition, engine: DataParallel):
         self.model, self.state, self.cut, self.engine = model, state, cut, engine
+        # The class's own forward: the instance's is replaced by the pipeline (see `engine.install_pipeline`).
         forward = functools.partial(type(model).forward, model)
         self.signature = inspect.signature(forward)
         self.checks = CallChecks(model, state, mixes_documents=cut.mixes_documents)
@@ -68,6 +69,7 @@ class Pipeline(Shared):
         self.wants_logits = True
         self.read: Callable[[Any, slice], tuple[Tensor, ...]] | None = None
         self._has_auxiliary_loss: dict[Hashable, bool] = {}
+        # Gradients of a loss that was never backpropagated must not be used in a step.
         engine.callbacks.guards.append(lambda: self.loss_scale.require_final(engine.gradients))
         engine.callbacks.on_cleared.append(self.loss_scale.clear)
 
@@ -81,7 +83,7 @@ class Pipeline(Shared):
         self.runner.recorder = recorder
 
     def describe(self) -> dict[str, Any]:
-        """Returns the schedule and its sizes; `microbatches` are those of a batch with enough samples."""
+        """Returns the schedule and its sizes; `microbatches` is the number for a batch with enough samples."""
         return {
             "schedule": self.runner.schedule.name,
             "ranks": self.state.config.pp_size,
@@ -96,7 +98,7 @@ class Pipeline(Shared):
 
     @contextmanager
     def reading(self, read: Callable[[Any, slice], tuple[Tensor, ...]]) -> Iterator[None]:
-        """Makes calls inside return, on every rank, the results of `read` on the last stage's outputs.
+        """Replaces the output of calls inside by the results of `read` on the last stage's outputs, on every rank.
 
         Args:
             read (`Callable`): (output of the model for a microbatch, its slice of the batch) -> tensors `[batch, ...]`,
@@ -110,6 +112,7 @@ class Pipeline(Shared):
 
     def has_auxiliary_loss(self, count: Tensor, kind: Hashable) -> bool:
         """Returns whether the last stage's outputs had an auxiliary loss; reads `count` once per kind of call."""
+        # Reading the value makes the host wait for the device.
         if kind not in self._has_auxiliary_loss:
             self._has_auxiliary_loss[kind] = bool(count)
         return self._has_auxiliary_loss[kind]

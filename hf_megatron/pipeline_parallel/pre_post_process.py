@@ -1,4 +1,4 @@
-"""What stands before the layers of a model that is cut, and behind them."""
+"""Modules before and after the layers of a pipelined model."""
 
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
@@ -11,23 +11,23 @@ from ..models.layers import LayerSequence
 from ..models.modalities.sample_index import reads_modalities
 from ..models.spec import ModelSpec
 
-# Which BART and its kin define behind their layers.
+# Norms of embeddings, which BART and similar models define after their layers.
 _NORMS_OF_EMBEDDINGS = ("layernorm_embedding", "embeddings_layer_norm", "embedding_layernorm")
 
 
 def has_parameters(module: nn.Module) -> bool:
-    """Tells whether a module, or a part of it, has parameters."""
+    """Returns whether a module has parameters, directly or in its children."""
     return next(module.parameters(), None) is not None
 
 
 @dataclass(frozen=True)
 class AroundLayers:
-    """Names of the modules with parameters around the layers, in the order of their definition.
+    """Modules with parameters around the layers, by name, in the order of their definition.
 
     Attributes:
         before: run before all layers.
-        between: behind those of an encoder, before those of its decoder read what they made.
-        after: run behind all layers.
+        between: run after an encoder's layers, before the decoder's layers read their output.
+        after: run after all layers.
     """
 
     before: list[str] = field(default_factory=list)
@@ -36,42 +36,44 @@ class AroundLayers:
 
 
 def _ancestors(layers: str) -> Iterator[tuple[str, str]]:
-    """Lists the modules around a list of layers, outermost first, and their child on the way to it."""
+    """Yields the ancestors of a list of layers, outermost first, each with its child on the path to the list."""
     path = layers.split(".")
     for depth, on_path in enumerate(path):
         yield ".".join(path[:depth]), on_path
 
 
 def find_siblings(model: Any, row: LayerSequence, spec: ModelSpec) -> list[str]:
-    """Lists the parameters of modules around the layers themselves, which are read before these.
+    """Returns the names of direct parameters of the layers' ancestors, which are read before the layers.
 
-    Features of images are joined with them.
+    Multimodal models merge such parameters with image features; other models list them in `before_layers`.
 
     Raises:
-        UnsupportedError: there are others.
+        UnsupportedError: if there are others, whose stage is unknown.
     """
-    found = []
+    siblings = []
     for prefix in dict.fromkeys(prefix for layers in row.lists for prefix, _ in _ancestors(layers)):
         ancestor = model.get_submodule(prefix)
-        own = [name for name, parameter in ancestor._parameters.items() if parameter is not None]
-        if not find_modality_encoders(model) and not {f"{prefix}.{name}" for name in own} <= {*spec.pp.before_layers}:
+        direct = [name for name, parameter in ancestor._parameters.items() if parameter is not None]
+        if not find_modality_encoders(model) and not {f"{prefix}.{name}" for name in direct} <= {
+            *spec.pp.before_layers
+        }:
             raise UnsupportedError(
-                f"{prefix or type(model).__name__} has parameters of its own beside its layers ({', '.join(own)}): no "
-                "stage can be told to own them. Load the model with pp_size=1, or name them in its family's "
+                f"{prefix or type(model).__name__} has parameters next to its layers ({', '.join(direct)}) that "
+                "belong to no pipeline stage. Load the model with pp_size=1, or list them in its family's "
                 "`before_layers`."
             )
-        found += [f"{prefix}.{name}" if prefix else name for name in own]
-    return found
+        siblings += [f"{prefix}.{name}" if prefix else name for name in direct]
+    return siblings
 
 
 def find_around(model: Any, row: LayerSequence, spec: ModelSpec) -> AroundLayers:
-    """Lists the modules with parameters around the layers, in the order of their definition."""
+    """Returns the names of the modules with parameters around the layers, in the order of their definition."""
     around = AroundLayers()
     head = model.get_output_embeddings()
     modality_encoders = find_modality_encoders(model)
     first_on_path = row.lists[0].partition(".")[0]
     with_base = first_on_path == model.base_model_prefix and not modality_encoders
-    # Of an encoder's ancestors those that are its decoder's too are looked at once, with the decoder behind it.
+    # An ancestor of both encoder and decoder is visited once, with both children on the path.
     on_paths: dict[str, list[str]] = {}
     for layers in row.lists:
         for prefix, on_path in _ancestors(layers):
@@ -86,11 +88,11 @@ def find_around(model: Any, row: LayerSequence, spec: ModelSpec) -> AroundLayers
             elif full_name in row.parts:
                 continue
             elif has_parameters(child):
-                # Some classes define their head first, which is not always one of tokens.
+                # Some classes define their head before the layers; it is not always a language modeling head.
                 is_head = any(module is head for module in child.modules()) or (with_base and not prefix)
                 is_stated_after = full_name in spec.pp.after_layers
                 runs_before = full_name in (*modality_encoders, *spec.pp.before_layers, *spec.pp.prefix_modules)
-                # Some name their table of tokens as their head, which is tied to it.
+                # Some return their token embedding as the head, because both are tied.
                 is_head = is_head and full_name not in spec.pp.before_layers
                 runs_before = runs_before or name in _NORMS_OF_EMBEDDINGS
                 is_around_decoder = decoder.startswith(f"{prefix}." if prefix else "")
@@ -104,7 +106,7 @@ def find_around(model: Any, row: LayerSequence, spec: ModelSpec) -> AroundLayers
                     side = around.after
                 else:
                     side = around.between
-                # Lists are not called themselves.
+                # A `ModuleList` is not called itself: list its items.
                 side.extend(
                     [f"{full_name}.{item}" for item in child._modules] if type(child) is nn.ModuleList else [full_name]
                 )
@@ -112,24 +114,27 @@ def find_around(model: Any, row: LayerSequence, spec: ModelSpec) -> AroundLayers
 
 
 def find_modality_encoders(model: Any) -> frozenset[str]:
-    """Names what stands beside the text model: towers of images. Heads do, around a base model or the text model."""
+    """Returns the names of modules with parameters next to the language model: vision and audio encoders.
+
+    Heads, which may also be next to a base model or the language model, are not included.
+    """
     if not reads_modalities(model):
         return frozenset()
-    decoder, head, found = model.get_decoder(), model.get_output_embeddings(), set()
+    decoder, head, encoders = model.get_decoder(), model.get_output_embeddings(), set()
     text = next((name for name, module in model.named_modules() if module is decoder), "")
     path = text.split(".") if text else []
-    # The class itself, where it has no base model.
+    # A model with a base model has its head on the outermost level; one without has its encoders there.
     outermost = int(model.base_model is not model)
     for depth, on_path in enumerate(path[outermost:], outermost):
         prefix = "".join(f"{name}." for name in path[:depth])
         for name, child in model.get_submodule(prefix.removesuffix(".")).named_children():
             if name != on_path and child is not head and has_parameters(child):
-                found.add(f"{prefix}{name}")
-    return frozenset(found)
+                encoders.add(f"{prefix}{name}")
+    return frozenset(encoders)
 
 
 def find_tied(model: Any, before: list[str], after: list[str]) -> dict[str, str]:
-    """Maps parameters behind the layers to the ones before them that they are tied to."""
+    """Returns parameter after the layers -> parameter before the layers that it is tied to."""
     tied = {}
     for target, source in model.all_tied_weights_keys.items():
         ends = [get_side(name, before, after) for name in (target, source)]
@@ -141,7 +146,7 @@ def find_tied(model: Any, before: list[str], after: list[str]) -> dict[str, str]
 
 
 def find_tied_before(model: Any, before: list[str]) -> dict[str, str]:
-    """Maps parameters before the layers to others there that they are tied to, as an encoder's and a decoder's are."""
+    """Returns the ties between parameters before the layers, such as an encoder's and a decoder's embedding."""
     ties = model.all_tied_weights_keys.items()
     return {
         target: source
@@ -151,11 +156,11 @@ def find_tied_before(model: Any, before: list[str]) -> dict[str, str]:
 
 
 def drop_ties(model: Any, off_stage: Collection[str], around: AroundLayers, layers: Collection[str]) -> None:
-    """Keeps the loader from tying weights that are not here, or others to one that such a weight is tied to.
+    """Removes the ties of off-stage weights from the model, so that the loader does not apply them.
 
     Args:
-        absent (`Collection[str]`): which sides of the layers this rank lacks, `"before"` and `"after"`.
-        layers (`Collection[str]`): names of layers of other ranks.
+        off_stage (`Collection[str]`): sides of the layers that this rank does not have, `"before"` and `"after"`.
+        layers (`Collection[str]`): names of off-stage layers.
     """
     ties, inside = model.all_tied_weights_keys, tuple(f"{name}." for name in layers)
     here = [name for name in ties if get_side(name, around.before, around.after) not in off_stage]
@@ -164,7 +169,7 @@ def drop_ties(model: Any, off_stage: Collection[str], around: AroundLayers, laye
 
 
 def put_head_last(model: nn.Module, layers: str) -> None:
-    """Has a head that a class defines first follow the layers: a weight tied to it has one name on all stages then."""
+    """Moves a head that is defined before the layers after them, so that a tied weight has one name on all stages."""
     on_path = layers.partition(".")[0]
     names = list(model._modules)
     head = model.get_output_embeddings()  # type: ignore[operator]
@@ -176,7 +181,7 @@ def put_head_last(model: nn.Module, layers: str) -> None:
 
 
 def get_side(name: str, before: list[str], after: list[str]) -> str:
-    """Tells where a parameter stands: before or after the layers, or in them."""
+    """Returns whether a parameter is `"before"` or `"after"` the layers, or in the `"layers"`."""
     for side, modules in (("before", before), ("after", after)):
         if any(name.startswith(f"{module}.") for module in modules):
             return side

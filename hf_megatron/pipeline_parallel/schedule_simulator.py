@@ -1,4 +1,4 @@
-"""One step of a pipeline schedule played on what its stages cost: when each rank computes and waits; what it holds."""
+"""Simulation of one step of a pipeline schedule from its stages' costs: compute, idle time and live microbatches."""
 
 import dataclasses
 from collections import deque
@@ -15,9 +15,9 @@ _RECEIVES = {
     Kind.BACKWARD: "receive_backward",
     Kind.BACKWARD_INPUT: "receive_backward",
 }
-# What ends a microbatch's stay on a stage: its last gradients.
+# Actions that release a microbatch's activations on a stage.
 _ENDS = (Kind.BACKWARD, Kind.BACKWARD_WEIGHT)
-# Microbatches, in pipelines full of them, after which a schedule repeats itself.
+# Schedules are periodic after this many times the number of stages in microbatches.
 _SETTLED = 4
 
 
@@ -26,8 +26,8 @@ class StageCosts:
     """Seconds that one stage takes for one microbatch.
 
     Args:
-        forward (`float`): the forward.
-        inputs, weights (`float`): the two halves of a backward; one that is not split takes their sum.
+        forward (`float`): time of the forward.
+        inputs, weights (`float`): times of the two steps of a backward; an unsplit backward takes their sum.
     """
 
     forward: float
@@ -44,7 +44,7 @@ class StageCosts:
 
 
 class SimulatedSpan(NamedTuple):
-    """A computation of a rank, from `start` to `stop` in seconds after the step's begin."""
+    """A computation of a rank, from `start` to `stop` in seconds since the start of the step."""
 
     rank: int
     action: Action
@@ -54,13 +54,13 @@ class SimulatedSpan(NamedTuple):
 
 @dataclass(frozen=True)
 class SimulatedStep:
-    """What `simulate` found.
+    """Result of `simulate`.
 
     Attributes:
         spans: computations of each rank, in its order.
         duration (`float`): seconds until the last rank has finished.
-        idle: seconds of each rank, of `duration`, in which it did not compute.
-        live: for each stage the most microbatches whose forward had run and whose last gradients had not.
+        idle: seconds that each rank is idle within `duration`.
+        live: maximum number of microbatches of each stage between their forward and their last gradients.
     """
 
     spans: tuple[tuple[SimulatedSpan, ...], ...]
@@ -70,7 +70,7 @@ class SimulatedStep:
 
     @property
     def bubble(self) -> float:
-        """The share of all ranks' time that they are idle."""
+        """Idle fraction of all ranks' time."""
         return sum(self.idle) / (len(self.idle) * self.duration) if self.duration else 0.0
 
 
@@ -82,19 +82,19 @@ def simulate(
     costs: Sequence[StageCosts],
     sends: float | Sequence[float] = 0.0,
 ) -> SimulatedStep:
-    """Plays one step of a schedule.
+    """Simulates one step of a schedule.
 
-    A rank computes in the schedule's order and waits for what it needs at the moment it needs it. A send occupies no
-    rank, but the link between two ranks in its direction, on which one follows the other.
+    A rank computes in the schedule's order and waits for inputs when it needs them. Sends do not occupy a rank. They
+    occupy the link between two ranks in their direction, one after the other.
 
     Args:
-        name, ranks, stages_per_rank, microbatches: as of `rank_actions`.
-        costs: of each stage, `ranks * stages_per_rank` of them.
-        sends (`float` or one for each pair of neighbouring stages, defaults to 0): seconds that an activation, or a
-            gradient, of a microbatch takes from one rank to another; nothing where both stages are one rank's.
+        name, ranks, stages_per_rank, microbatches: as for `rank_actions`.
+        costs: costs of each of the `ranks * stages_per_rank` stages.
+        sends (`float` or one for each pair of neighboring stages, defaults to 0): seconds to send the activation or
+            gradient of a microbatch to another rank; stages on the same rank need no send.
 
     Raises:
-        ConfigError: as of `check_schedule`; another number of costs or sends; an order in which ranks wait for ever.
+        ConfigError: as `check_schedule`; if the number of costs or sends is wrong; if the order deadlocks.
     """
     orders = computations(name, ranks, stages_per_rank, microbatches)
     return simulate_orders(orders, assign_stage_ranks(name, ranks, stages_per_rank), costs, sends)
@@ -103,23 +103,23 @@ def simulate(
 def simulate_orders(
     orders: Plan, rank_of: Sequence[int], costs: Sequence[StageCosts], sends: float | Sequence[float] = 0.0
 ) -> SimulatedStep:
-    """Plays what each rank computes as `simulate` does; sends and receives among the actions are left out.
+    """Simulates the given actions as `simulate` does; sends and receives among them are ignored.
 
     Args:
-        orders: of each rank.
-        rank_of: the rank of each stage.
-        costs, sends: as of `simulate`.
+        orders: actions of each rank.
+        rank_of: rank of each stage.
+        costs, sends: as for `simulate`.
     """
     crossings = _crossings(rank_of, costs, sends)
     last, count = len(rank_of) - 1, len(orders)
     waiting = [[action for action in order if not action.kind.communicates] for order in orders]
     clocks, following = [0.0] * count, [0] * count
     spans: list[list[SimulatedSpan]] = [[] for _ in orders]
-    # When the outputs of a stage have come to the next one, and its gradients of inputs to the one before.
+    # (is forward, receiving stage, microbatch) -> time at which the activation or gradient arrives.
     arrived: dict[tuple[bool, int, int], float] = {}
     blocked: dict[tuple[bool, int, int], int] = {}
     free: dict[tuple[int, int], float] = {}
-    # Each rank is walked until it waits, and again when what it waits for is sent: no action is looked at twice.
+    # Each rank runs until it has to wait, and continues when its input is sent, so every action is handled once.
     ready = deque(range(count))
     while ready:
         rank = ready.popleft()
@@ -142,6 +142,7 @@ def simulate_orders(
                 continue
             there, takes = clock, crossings[min(stage, other)]
             if takes:
+                # Sends over the same link are serialized.
                 link = rank, rank_of[other]
                 there = free[link] = max(clock, free.get(link, 0.0)) + takes
             arrived[forward, other, microbatch] = there
@@ -157,10 +158,10 @@ def simulate_orders(
 def _crossings(
     rank_of: Sequence[int], costs: Sequence[StageCosts], sends: float | Sequence[float]
 ) -> tuple[float, ...]:
-    """Returns the seconds from each stage to the next one, 0 on the same rank."""
+    """Returns the seconds of a send from each stage to the next one; 0 if both are on the same rank."""
     stages = len(rank_of)
     if len(costs) != stages:
-        raise ConfigError(f"costs of {len(costs)} stages: expected those of {stages}.")
+        raise ConfigError(f"costs of {len(costs)} stages: expected {stages}.")
     each = [sends] * (stages - 1) if isinstance(sends, (int, float)) else list(sends)
     if len(each) != stages - 1:
         raise ConfigError(f"sends between {len(each)} pairs of stages: expected {stages - 1}, or one number.")
@@ -175,11 +176,11 @@ def _require_finished(waiting: Sequence[Sequence[Action]], following: Sequence[i
         if index < len(order)
     ]
     if stuck:
-        raise ConfigError(f"a pipeline schedule in which ranks wait for ever: {', '.join(stuck)}.")
+        raise ConfigError(f"The pipeline schedule deadlocks: {', '.join(stuck)}.")
 
 
 def live_microbatches(orders: Plan, stages: int) -> tuple[int, ...]:
-    """Counts for each stage the most microbatches between their forward and their last gradients."""
+    """Returns for each stage the maximum number of microbatches between their forward and their last gradients."""
     live, most = [0] * stages, [0] * stages
     for order in orders:
         for action in order:
@@ -192,11 +193,11 @@ def live_microbatches(orders: Plan, stages: int) -> tuple[int, ...]:
 
 
 def most_held(order: Sequence[Action], size_of: Mapping[int, float]) -> float:
-    """Returns the most that the live microbatches of one rank's stages take together.
+    """Returns the peak size of the live microbatches of one rank's stages.
 
     Args:
         order: the rank's actions.
-        size_of: stage -> what one microbatch of it takes, in any unit.
+        size_of: stage -> size of one microbatch, in any unit.
     """
     held = most = 0.0
     for action in order:
@@ -216,30 +217,30 @@ def simulated_seconds(
     costs: Sequence[StageCosts],
     sends: float | Sequence[float] = 0.0,
 ) -> float:
-    """Returns `simulate`'s duration, of many microbatches from two steps with fewer of them.
+    """Returns the duration of `simulate`, extrapolated from two shorter steps if there are many microbatches.
 
-    Every schedule here repeats itself once a pipeline is full, so that each round of microbatches adds as much as the
-    one before: what a search asks for thousands of times takes milliseconds.
+    Schedules are periodic once the pipeline is full: each further round of microbatches takes the same time. This keeps
+    planner searches with thousands of calls fast.
     """
-    # Both leave the same rest when divided among the ranks, as the whole does.
+    # Both have the same remainder modulo `ranks` as the full number.
     more = _SETTLED * ranks * stages_per_rank + microbatches % ranks
     few = more - ranks * stages_per_rank
     runs = schedule(name).runs
-    if microbatches <= more or not all(runs(ranks, stages_per_rank, number) for number in (few, more)):
+    if microbatches <= more or not all(runs(ranks, stages_per_rank, count) for count in (few, more)):
         return simulate(name, ranks, stages_per_rank, microbatches, costs, sends).duration
     rest = simulate(name, ranks, stages_per_rank, few, costs, sends).duration
     full = simulate(name, ranks, stages_per_rank, more, costs, sends).duration
-    # Of unequal stages a pipeline may fill longer than that; its busiest rank is never faster.
-    own = [0.0] * ranks
+    # With unequal stages the pipeline may take longer to become periodic; the busiest rank is a lower bound.
+    busy = [0.0] * ranks
     for stage, rank in enumerate(assign_stage_ranks(name, ranks, stages_per_rank)):
-        own[rank] += sum(dataclasses.astuple(costs[stage]))
-    return max(full + (microbatches - more) * (full - rest) / (more - few), microbatches * max(own))
+        busy[rank] += sum(dataclasses.astuple(costs[stage]))
+    return max(full + (microbatches - more) * (full - rest) / (more - few), microbatches * max(busy))
 
 
 def bubble(
     name: str, ranks: int, stages_per_rank: int, microbatches: int, costs: tuple[float, float, float] = (1.0, 1.0, 1.0)
 ) -> float:
-    """Returns the share of all ranks' time that a schedule leaves idle, without communication.
+    """Returns the idle fraction of all ranks' time in a schedule, without communication.
 
     Args:
         costs (`tuple[float, float, float]`): time of one stage's forward, gradient of inputs and gradient of weights.
@@ -249,10 +250,10 @@ def bubble(
 
 
 def simulated_timeline(step: SimulatedStep, name: str, microbatches: int) -> Timeline:
-    """Turns a simulated step into what `profile.timeline` draws; waiting for a neighbour is a receive, as recorded.
+    """Converts a simulated step to a `Timeline`; waiting for a neighbor is a receive, as in recorded timelines.
 
     Args:
-        name, microbatches: of the schedule, as given to `simulate`.
+        name, microbatches: as for `simulate`.
     """
     rows = []
     for row in step.spans:

@@ -1,6 +1,6 @@
-"""Pipeline schedules as data: what every rank computes, sends and receives, and in what order.
+"""Pipeline schedules as data: the ordered computations, sends and receives of every rank.
 
-Nothing here runs a model or needs a process group; the orders of schedules with several stages per rank are torch's.
+Nothing here runs a model or needs a process group. Orders of schedules with several stages per rank come from torch.
 """
 
 import enum
@@ -15,7 +15,7 @@ from ..errors import ConfigError
 
 
 class Kind(enum.Enum):
-    """What an action does; the values are the names torch prints."""
+    """Kind of an action; the values are the names that torch prints."""
 
     FORWARD = "F"
     BACKWARD = "B"
@@ -37,11 +37,11 @@ class Action:
     """One step of one rank.
 
     Args:
-        kind (`Kind`): what is done. `BACKWARD` computes all gradients; `BACKWARD_INPUT` and, any time later,
-            `BACKWARD_WEIGHT` do it in two steps.
-        stage (`int`): the stage that computes, sends (to `stage + 1` forward, `stage - 1` backward) or receives (from
-            `stage - 1` forward, `stage + 1` backward).
-        microbatch (`int`): counted from 0.
+        kind (`Kind`): `BACKWARD` computes all gradients; `BACKWARD_INPUT` and, any time later, `BACKWARD_WEIGHT`
+            compute them in two steps.
+        stage (`int`): the stage that computes, sends (to `stage + 1` in forward, `stage - 1` in backward) or receives
+            (from `stage - 1` in forward, `stage + 1` in backward).
+        microbatch (`int`): index of the microbatch.
     """
 
     kind: Kind
@@ -62,14 +62,14 @@ class Schedule:
 
     Args:
         name (`str`): the value of `MegatronConfig.pipeline_schedule`.
-        orders (`Callable`): (ranks, stages per rank, microbatches) -> what each rank computes, without communication.
-        stages_per_rank (`int`, defaults to 1): stages on each rank unless the user says otherwise.
-        fixed (`int`, *optional*): the only number of stages per rank that there is; `None` when any will do.
-        v_shaped (`bool`, defaults to `False`): stages run down the ranks and back up, so that the first rank holds
-            both ends; by default they go round.
-        splits_backward (`bool`, defaults to `False`): gradients of inputs and of weights are computed in two steps.
-        runs (`Callable`, *optional*): (ranks, stages per rank, microbatches) -> whether there is such a schedule; by
-            default any number of microbatches will do.
+        orders (`Callable`): (ranks, stages per rank, microbatches) -> computations of each rank, without communication.
+        stages_per_rank (`int`, defaults to 1): default number of stages per rank.
+        fixed (`int`, *optional*): the only supported number of stages per rank; `None` if any is supported.
+        v_shaped (`bool`, defaults to `False`): whether stages run down the ranks and back up, so that the first rank
+            holds both ends; otherwise they are assigned round-robin.
+        splits_backward (`bool`, defaults to `False`): whether gradients of inputs and of weights are separate steps.
+        runs (`Callable`, *optional*): (ranks, stages per rank, microbatches) -> whether the schedule supports them;
+            defaults to any number of microbatches.
         rule (`str`, *optional*): `runs` in words, for errors; `{ranks}` and `{stages}` are filled in.
     """
 
@@ -83,7 +83,7 @@ class Schedule:
     rule: str = "1 or more"
 
     def resolve(self, virtual_stages: int | None) -> int:
-        """Returns the stages per rank that `virtual_stages` asks for; raises `ConfigError` where it cannot."""
+        """Returns the number of stages per rank for `virtual_stages`; raises `ConfigError` if it is not supported."""
         count = self.stages_per_rank if virtual_stages is None else virtual_stages
         if count < 1 or self.fixed not in (None, count):
             valid = "1 or more" if self.fixed is None else f"{self.fixed} only"
@@ -97,7 +97,7 @@ SCHEDULES: dict[str, Schedule] = {}
 
 
 def register_schedule(schedule: Schedule, *, replace: bool = False) -> Schedule:
-    """Makes a schedule available under its name; raises `ConfigError` where it is taken, unless `replace`."""
+    """Registers a schedule under its name; raises `ConfigError` if the name is taken, unless `replace`."""
     if schedule.name in SCHEDULES and not replace:
         raise ConfigError(
             f"pipeline schedule {schedule.name!r} is registered already; pass replace=True to override it."
@@ -114,74 +114,74 @@ def schedule(name: str) -> Schedule:
 
 
 def check_schedule(name: str, ranks: int, stages_per_rank: int, microbatches: int | None = None) -> None:
-    """Raises `ConfigError` where no schedule exists for these sizes; `None` leaves the microbatches open."""
-    found = schedule(name)
+    """Raises `ConfigError` if the schedule does not support these sizes; `None` skips the check of microbatches."""
+    definition = schedule(name)
     if ranks < 1:
         raise ConfigError(f"MegatronConfig.pp_size = {ranks}: expected an integer of 1 or more.")
-    found.resolve(stages_per_rank)
-    if microbatches is None or (microbatches > 0 and found.runs(ranks, stages_per_rank, microbatches)):
+    definition.resolve(stages_per_rank)
+    if microbatches is None or (microbatches > 0 and definition.runs(ranks, stages_per_rank, microbatches)):
         return
-    # As many microbatches as stages, or a multiple, is right for every schedule here: one lies within this distance.
+    # Every schedule here supports multiples of the number of stages, so a valid number is within this distance.
     start = max(microbatches, 0)
     near = [
-        next((number for number in numbers if found.runs(ranks, stages_per_rank, number)), None)
+        next((count for count in numbers if definition.runs(ranks, stages_per_rank, count)), None)
         for numbers in (range(start - 1, 0, -1), range(start + 1, start + ranks * stages_per_rank + 1))
     ]
-    rule = found.rule.format(ranks=ranks, stages=ranks * stages_per_rank)
+    rule = definition.rule.format(ranks=ranks, stages=ranks * stages_per_rank)
     raise ConfigError(
         f"MegatronConfig.num_microbatches = {microbatches}: pipeline_schedule = {name!r} with pp_size = {ranks} and "
         f"virtual_stages = {stages_per_rank} takes {rule}, for example "
-        f"{' or '.join(str(number) for number in near if number)}."
+        f"{' or '.join(str(count) for count in near if count)}."
     )
 
 
 def valid_microbatches(name: str, ranks: int, stages_per_rank: int, at_most: int) -> int:
-    """Returns the most microbatches that can run, `at_most` or fewer; if it takes more, the fewest."""
+    """Returns the largest supported number of microbatches up to `at_most`, or else the smallest one above it."""
     check_schedule(name, ranks, stages_per_rank)
-    found = schedule(name)
-    numbers = itertools.chain(range(at_most, 0, -1), itertools.count(max(at_most, 0) + 1))
-    return next(number for number in numbers if found.runs(ranks, stages_per_rank, number))
+    definition = schedule(name)
+    counts = itertools.chain(range(at_most, 0, -1), itertools.count(max(at_most, 0) + 1))
+    return next(count for count in counts if definition.runs(ranks, stages_per_rank, count))
 
 
 def assign_stage_ranks(name: str, ranks: int, stages_per_rank: int) -> tuple[int, ...]:
-    """Returns the rank that holds each stage: round and round, or down and back up for V-shaped schedules."""
+    """Returns the rank of each stage: round-robin, or down and back up for V-shaped schedules."""
     check_schedule(name, ranks, stages_per_rank)
     v_shaped = schedule(name).v_shaped
-    rounds = [range(ranks)[:: -1 if v_shaped and number % 2 else 1] for number in range(stages_per_rank)]
+    rounds = [range(ranks)[:: -1 if v_shaped and round_idx % 2 else 1] for round_idx in range(stages_per_rank)]
     return tuple(rank for one in rounds for rank in one)
 
 
 def rank_actions(name: str, ranks: int, stages_per_rank: int, microbatches: int) -> Plan:
-    """Returns the actions of every rank for one step, sends and receives included; raises as `check_schedule`."""
+    """Returns the actions of every rank for one step, including sends and receives; raises as `check_schedule`."""
     check_schedule(name, ranks, stages_per_rank, microbatches)
     return _plan(schedule(name), ranks, stages_per_rank, microbatches)
 
 
 def computations(name: str, ranks: int, stages_per_rank: int, microbatches: int) -> Plan:
-    """Returns what every rank computes in one step, without sends and receives; raises as `check_schedule`."""
+    """Returns the computations of every rank for one step, without communication; raises as `check_schedule`."""
     check_schedule(name, ranks, stages_per_rank, microbatches)
     return _computations(schedule(name), ranks, stages_per_rank, microbatches)
 
 
 def forward_plan(name: str, ranks: int, stages_per_rank: int, microbatches: int) -> Plan:
-    """Returns the actions of every rank for forwards alone, stage by stage, of any number of microbatches."""
+    """Returns the actions of every rank for forwards only, stage by stage, of any number of microbatches."""
     return _one_way(Kind.FORWARD, assign_stage_ranks(name, ranks, stages_per_rank), ranks, microbatches)
 
 
 def backward_plan(name: str, ranks: int, stages_per_rank: int, microbatches: int) -> Plan:
-    """Returns the actions of every rank for full backwards alone, in the reverse order of `forward_plan`."""
+    """Returns the actions of every rank for unsplit backwards only, in the reverse order of `forward_plan`."""
     return _one_way(Kind.BACKWARD, assign_stage_ranks(name, ranks, stages_per_rank), ranks, microbatches)
 
 
 @cache
-def _computations(found: Schedule, ranks: int, stages_per_rank: int, microbatches: int) -> Plan:
-    return found.orders(ranks, stages_per_rank, microbatches)
+def _computations(definition: Schedule, ranks: int, stages_per_rank: int, microbatches: int) -> Plan:
+    return definition.orders(ranks, stages_per_rank, microbatches)
 
 
 @cache
-def _plan(found: Schedule, ranks: int, stages_per_rank: int, microbatches: int) -> Plan:
-    orders = _computations(found, ranks, stages_per_rank, microbatches)
-    return _with_communication(orders, assign_stage_ranks(found.name, ranks, stages_per_rank))
+def _plan(definition: Schedule, ranks: int, stages_per_rank: int, microbatches: int) -> Plan:
+    orders = _computations(definition, ranks, stages_per_rank, microbatches)
+    return _with_communication(orders, assign_stage_ranks(definition.name, ranks, stages_per_rank))
 
 
 @cache
@@ -200,7 +200,7 @@ def _with_communication(orders: Iterable[Iterable[Action]], placement: tuple[int
 
 
 def _actions(orders: tuple[tuple[tuple[str, int, int], ...], ...]) -> Plan:
-    # An enumeration's own call takes three times as long, which a search makes a hundred thousand times.
+    # A dict lookup is three times as fast as `Kind(value)`; planner searches do it a hundred thousand times.
     kinds = {kind.value: kind for kind in Kind}
     return tuple(tuple(Action(kinds[kind], stage, microbatch) for kind, stage, microbatch in order) for order in orders)
 
@@ -216,7 +216,7 @@ def _gpipe(ranks: int, stages_per_rank: int, microbatches: int) -> Plan:
 def _one_forward_one_backward(ranks: int, stages_per_rank: int, microbatches: int) -> Plan:
     orders = []
     for rank in range(ranks):
-        # The forwards that are on their way to the last stage and back when this rank's first backward can start.
+        # Warm-up: number of forwards before this rank's first backward; earlier ranks need more.
         ahead = min(ranks - 1 - rank, microbatches)
         order = [Action(Kind.FORWARD, rank, microbatch) for microbatch in range(ahead)]
         for microbatch in range(microbatches):
@@ -233,7 +233,7 @@ def _torch_order(schedule_class: str, ranks: int, stages_per_rank: int, microbat
 
 _ROUNDS: dict[str, Any] = {
     "runs": lambda ranks, stages_per_rank, microbatches: microbatches % max(1, microbatches // ranks) == 0,
-    "rule": "a number that num_microbatches // {ranks} divides, as any multiple of {ranks}",
+    "rule": "a multiple of num_microbatches // {ranks}, such as any multiple of {ranks}",
 }
 _FILLED: dict[str, Any] = {
     "runs": lambda ranks, stages_per_rank, microbatches: microbatches >= ranks * stages_per_rank,

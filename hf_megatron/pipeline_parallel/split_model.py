@@ -1,4 +1,4 @@
-"""Cuts a model on the meta device: what another rank owns is replaced before anything is loaded for it."""
+"""Splits a meta model into pipeline stages: placeholders replace off-stage modules before weights are loaded."""
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
@@ -59,18 +59,19 @@ from .tied_layers import find_shared, hold_shared
 
 @dataclass(frozen=True)
 class ModelPartition:
-    """How a model was cut.
+    """Partition of a model into pipeline stages, as seen by one rank.
 
     Attributes:
-        layers: in the order in which they run.
-        before, between, after: names of the modules with parameters before the layers, behind those of an encoder, and
-            behind all.
-        beside: names of the first stage's parameters that belong to no module of its.
-        elsewhere: those of them that another rank has -> their shapes and dtypes.
-        tied: names of parameters that two ranks hold, the first and the last in most cases.
-        sources: names of tied weights -> those before the layers whose parameters they are.
+        boundary: runs the stages of this rank.
+        layers: the layers, in the order in which they run.
+        before, between, after: names of the modules with parameters before the layers, after an encoder's layers, and
+            after all layers.
+        alongside: names of direct parameters of the layers' ancestors, which belong to the first stage.
+        off_stage_names: the ones of `alongside` that another rank holds -> tensors of their shapes and dtypes.
+        tied: names of parameters that two ranks hold, usually the first and the last.
+        sources: name of a tied weight -> name of the parameter that it is tied to.
         holds_first: whether this rank holds the first stage.
-        mixes_documents: whether those of a packed row meet elsewhere than in attention.
+        mixes_documents: whether the documents of a packed sequence interact outside attention.
     """
 
     boundary: StageBoundary
@@ -86,34 +87,34 @@ class ModelPartition:
     mixes_documents: bool
 
     def require_order(self, model: nn.Module) -> None:
-        """Raises `UnsupportedError`, on all ranks alike, where a loop lists the layers otherwise than they were cut."""
-        # Modules that stand twice are their owner's children once.
+        """Raises `UnsupportedError` on all ranks if user code has removed, moved or repeated layers."""
+        # `_modules` instead of `children()`: the latter lists a repeated module once.
         layers = [layer for name in self.layers.lists for layer in model.get_submodule(name)._modules.values()]
         places = [index for layer in layers if layer is not None for index in layer_indices(layer)]
         if places != list(range(self.boundary.stages.ranges[-1][1])):
             raise UnsupportedError(
-                f"{' and '.join(self.layers.lists)} lists the layers {places} of the model that was cut into pipeline "
-                "stages: none can be left out, moved or listed twice. Load the model with pp_size=1."
+                f"{' and '.join(self.layers.lists)} lists the layers {places} of a model that is split into pipeline "
+                "stages: layers cannot be removed, moved or repeated. Load the model with pp_size=1."
             )
 
     def reject_added(self, model: nn.Module, known: Collection[str]) -> None:
-        """Raises `UnsupportedError`, on all ranks alike, where trained weights came to the model beside its stages.
+        """Raises `UnsupportedError` on all ranks if trained weights were added to the model outside its stages.
 
         Args:
-            known: names of the weights that were laid out, when the model was loaded or with an adapter.
+            known: names of the weights that have a sharding, from loading or from an adapter.
         """
         lists = *self.layers.lists, *self.layers.parts
         parts = tuple(f"{name}." for name in (*lists, *self.before, *self.between, *self.after))
         for name, parameter in model.named_parameters():
             if parameter.requires_grad and name not in known and not name.startswith(parts):
                 raise UnsupportedError(
-                    f"{name} came to a pipelined model after loading, and to none of its stages: every rank would "
-                    "train a copy of its own. Make it part of the model before from_pretrained(..., "
-                    "megatron_config=...), with a class of your own, freeze it, or load the model with pp_size=1."
+                    f"{name} was added to a pipelined model after loading, outside of its stages: every rank would "
+                    "train a separate copy. Define it in a model class of your own and load that with "
+                    "from_pretrained(..., megatron_config=...), freeze it, or load the model with pp_size=1."
                 )
 
     def list_modules(self, model: nn.Module, stage: int) -> list[nn.Module]:
-        """Lists the modules with parameters of one of this rank's stages."""
+        """Returns the modules with parameters of one of this rank's stages."""
         start, stop = self.boundary.stages.ranges[stage]
         names = [name for layer in range(start, stop) for name in self.layers.get_layer_modules(layer)]
         if stage == 0:
@@ -125,30 +126,30 @@ class ModelPartition:
         return [model.get_submodule(name) for name in names]
 
     def list_parameters(self, model: nn.Module, stage: int) -> list[nn.Parameter]:
-        """Lists the parameters of one of this rank's stages; a shared one may stand twice."""
+        """Returns the parameters of one of this rank's stages; a shared one may be listed twice."""
         alongside = [model.get_parameter(name) for name in self.alongside] if stage == 0 else []
         return alongside + [
             parameter for module in self.list_modules(model, stage) for parameter in module.parameters()
         ]
 
     def ends(self, model: nn.Module) -> list[nn.Module]:
-        """Lists the modules with parameters around the layers that run on this rank."""
+        """Returns the on-stage modules with parameters before, between and after the layers."""
         used = (*(self.before if self.holds_first else ()), *self.between, *self.after)
         modules = [model.get_submodule(name) for name in used]
         return [module for module in modules if not isinstance(module, Placeholder) and has_parameters(module)]
 
     def dtypes(self, model: nn.Module) -> tuple[torch.dtype | None, ...]:
-        """Lists dtypes that change on every rank when a module's does, its own or another's."""
+        """Returns the dtypes of all stages' modules, which are the same on every rank; placeholders follow casts."""
         return tuple(first_dtype(model.get_submodule(name)) for name in (*self.before, *self.layers.names))
 
     def describe_stages(self, parameter: str) -> str:
-        """Names the stages that hold a parameter."""
+        """Returns the stages that hold a parameter, in words."""
         first = self.stage_of(parameter)
         last = len(self.boundary.stages.ranges) - 1
         return f"{first} and {last}" if parameter in self.tied else str(first)
 
     def owner(self, name: str) -> int:
-        """Returns the pipeline rank that a weight or buffer belongs to; of a tied weight the first stage's."""
+        """Returns the pipeline rank that owns a weight or buffer; a tied weight belongs to the first stage."""
         return self.boundary.stages.rank_of[self.stage_of(name)]
 
     def stage_of(self, parameter: str) -> int:
@@ -162,9 +163,11 @@ class ModelPartition:
 
 
 def cut(model: Any, spec: ModelSpec, config: MegatronConfig, axes: Axes) -> ModelPartition:
-    """Leaves of a meta model what this rank's stages need.
+    """Splits a meta model into stages and keeps this rank's; the other modules become placeholders.
 
-    Raises `UnsupportedError` for a model that is no single stack, `ConfigError` for stages that do not fit its layers.
+    Raises:
+        UnsupportedError: if the model is not a single stack of layers, or the configuration does not allow the split.
+        ConfigError: if the number of stages does not fit the layers.
     """
     row = row_to_cut(model, spec, config, axes)
     layers = [model.get_submodule(name) for name in row.names]
@@ -185,16 +188,17 @@ def cut(model: Any, spec: ModelSpec, config: MegatronConfig, axes: Axes) -> Mode
     if tied_before and config.zero_stage == 3 and axes.size("dp_cp") > 1:
         raise UnsupportedError(
             f"MegatronConfig.pp_size = {config.pp_size} with zero_stage = 3: {', '.join(tied_before)} of "
-            f"{type(model).__name__} are {next(iter(tied_before.values()))}, which FSDP2 would split as weights of "
-            "their own. Use zero_stage 1 or 2."
+            f"{type(model).__name__} are tied to {next(iter(tied_before.values()))}, but FSDP2 would shard them as "
+            "separate weights. Use zero_stage 1 or 2."
         )
     if inside := [source for target, source in tied.items() if not _can_be_held(model, target, source, before)]:
         raise UnsupportedError(
-            f"MegatronConfig.pp_size = {config.pp_size}: the head of {type(model).__name__} is tied to {inside[0]}, a "
-            "part of what comes before the layers, which only the first stage has. Load it with pp_size=1, or with "
+            f"MegatronConfig.pp_size = {config.pp_size}: the head of {type(model).__name__} is tied to {inside[0]}, "
+            "which belongs to a module that only the first stage has. Load it with pp_size=1, or with "
             "tie_word_embeddings=False."
         )
 
+    # Layers: a mixin for on-stage ones, a placeholder for off-stage ones.
     away: dict[str, nn.Module] = {}
     for index, (name, layer) in enumerate(zip(row.names, layers, strict=True)):
         place = None if stages.get_layer_stage(index) in owned else _place(stages, stages.get_layer_stage(index))
@@ -206,13 +210,14 @@ def cut(model: Any, spec: ModelSpec, config: MegatronConfig, axes: Axes) -> Mode
         away |= stand_for_parts(model, row.get_layer_modules(index)[:-1], index, boundary, place)
     hold_shared(model, row, away, set(shared_layers.values()))
     modality_encoders = find_modality_encoders(model)
+    # Modules before the layers: on-stage on the first stage, and on the last one if its head is tied to them.
     for module_name in before:
         module = model.get_submodule(module_name)
         if module_name in modality_encoders and module_name not in spec.pp.prefix_modules:
             if not holds_first:
                 replace_module(model, module_name, OffStageEncoder(module_name, module, _place(stages, 0), boundary))
             elif required_images(model.forward):
-                # Other forwards leave it out in later stages of this rank, which get no images.
+                # The forward requires images: in later stages of this rank the encoder is called without them.
                 call_in_first_stage(module, boundary)
             continue
         runs_everywhere = module_name in spec.pp.run_on_all_stages
@@ -236,14 +241,15 @@ def cut(model: Any, spec: ModelSpec, config: MegatronConfig, axes: Axes) -> Mode
         else:
             kind = get_input_class(module, is_prefix=is_prefix, runs_everywhere=runs_everywhere)
             replace_module(model, module_name, kind(module_name, module, _place(stages, 0), boundary))
+    # Modules between encoder and decoder belong to the stage of the encoder's last layer.
     for module_name in between:
         module, stage = model.get_submodule(module_name), stages.get_layer_stage(row.decoder - 1)
         if stage in owned:
             mixin = StagedChange if convolves(module) else StagedBetween
             mix_into(module, mixin, _stage_boundary=boundary, _stage=stage, _width=output_width(module))
         else:
-            standing = OffStageShapes if convolves(module) else OffStageBetween
-            replace_module(model, module_name, standing(module_name, module, _place(stages, stage), boundary))
+            placeholder_class = OffStageShapes if convolves(module) else OffStageBetween
+            replace_module(model, module_name, placeholder_class(module_name, module, _place(stages, stage), boundary))
     for module_name in after if not holds_last else ():
         module, place = model.get_submodule(module_name), _place(stages, len(stages.ranges) - 1)
         replace_module(model, module_name, OffStageOutput(module_name, module, place, boundary))
@@ -266,9 +272,10 @@ def cut(model: Any, spec: ModelSpec, config: MegatronConfig, axes: Axes) -> Mode
 
 
 def _can_be_held(model: nn.Module, target: str, source: str, before: list[str]) -> bool:
-    """Tells whether the last stage can hold a weight before the layers for its head: of a module, or of a table in it.
+    """Returns whether the last stage can also hold the weight before the layers that its head is tied to.
 
-    A weight is known by its first name, which has to be the same on both ends.
+    It must belong to a module before the layers or to an embedding table inside one. Its first name in the model must
+    be the same at both ends of the pipeline.
     """
     table = source.rpartition(".")[0]
     embeddings = table.rpartition(".")[0]
@@ -284,11 +291,11 @@ def _place(stages: Stages, stage: int) -> str:
 
 
 def _take_away(model: nn.Module, weight: str) -> torch.Tensor:
-    """Leaves no parameter of a name for a loader to fill; returns what it was."""
+    """Removes a parameter so that the loader does not fill it; returns it."""
     path, _, name = weight.rpartition(".")
     owner = model.get_submodule(path)
     parameter = owner.get_parameter(name)
     owner._parameters[name] = None
-    # Nor one to draw weights for.
+    # Keeps the loader from initializing it as well.
     owner._is_hf_initialized = True  # type: ignore[assignment]
     return parameter

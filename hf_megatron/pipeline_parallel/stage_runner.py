@@ -92,6 +92,7 @@ class StageRunner(Shared):
             """Runs the model's forward as the current stage, with its share of the loss and its random numbers."""
             cached = {} if cache is None else {cache.name: cache.seen_by(boundary.stage)}
             arguments = self.images.arguments(plan.microbatches[microbatch_idx] | cached, boundary.stage)
+            # Only the last stage computes the loss.
             if boundary.stage == last:
                 arguments = with_known_targets(arguments, self.state.loss)
             self.state.call.span = spans[microbatch_idx]
@@ -142,7 +143,9 @@ class StageRunner(Shared):
         self._calls += 1
         with quiet_autocast():
             execution.run(actions)
+        # Kinds of single microbatches never occur again.
         self.transport.forget(kind for kind in execution.kinds if len(kind) > _SHARED_KIND)
+        # Modules before and after the layers stay unsharded during a schedule; see `fsdp.shard_weights`.
         if self.state.shards_weights:
             reshard(self.cut.ends(self.model))
 

@@ -1,4 +1,4 @@
-"""Which models, and which of them by which schedules, cannot be cut."""
+"""Checks whether a model, and its schedule, support pipeline parallelism."""
 
 from typing import Any
 
@@ -18,26 +18,26 @@ _TOKENS = "input_ids"
 
 
 def require_cuttable(model: Any, spec: ModelSpec | None, config: MegatronConfig) -> None:
-    """Raises `UnsupportedError` for a model that is no single stack of layers, or of a type that says so."""
+    """Raises `UnsupportedError` for a model whose type or main input does not support pipeline parallelism."""
     if spec is not None and spec.pp.no_pipeline is not None:
         raise UnsupportedError(
-            f"MegatronConfig.pp_size = {config.pp_size}: model type {spec.model_type!r} cannot be cut: "
-            f"{spec.pp.no_pipeline}"
+            f"MegatronConfig.pp_size = {config.pp_size}: model type {spec.model_type!r} does not support pipeline "
+            f"parallelism: {spec.pp.no_pipeline}"
         )
     if spec is not None and spec.pp.recorded_layers and config.sequence_parallel:
         raise UnsupportedError(
-            f"MegatronConfig.pp_size = {config.pp_size} with sequence_parallel=True: the loop of model type "
-            f"{spec.model_type!r} keeps whole hidden states for later layers. Set sequence_parallel=False."
+            f"MegatronConfig.pp_size = {config.pp_size} with sequence_parallel=True: model type {spec.model_type!r} "
+            "keeps full-sequence hidden states for later layers. Set sequence_parallel=False."
         )
     if model.main_input_name != _TOKENS and not (reads_modalities(model) or model.config.is_encoder_decoder):
         raise UnsupportedError(
-            f"MegatronConfig.pp_size = {config.pp_size}: {type(model).__name__} takes {model.main_input_name}, and a "
-            f"pipeline cuts models that take {_TOKENS}. Load it with pp_size=1."
+            f"MegatronConfig.pp_size = {config.pp_size}: {type(model).__name__} takes {model.main_input_name}, but a "
+            f"pipeline supports models that take {_TOKENS}. Load it with pp_size=1."
         )
 
 
 def row_to_cut(model: Any, spec: ModelSpec, config: MegatronConfig, axes: Axes) -> LayerSequence:
-    """Returns the layers that a pipeline cuts; raises `UnsupportedError` for a model or schedule that cannot be."""
+    """Returns the layers to split into stages; raises `UnsupportedError` if model or schedule do not support it."""
     require_cuttable(model, spec, config)
     row = LayerSequence.of(model, spec, "pp_size")
     require_schedule(
@@ -47,17 +47,18 @@ def row_to_cut(model: Any, spec: ModelSpec, config: MegatronConfig, axes: Axes) 
 
 
 def require_schedule(spec: ModelSpec, config: MegatronConfig, axes: Axes, decoder: list[nn.Module]) -> None:
-    """Raises `UnsupportedError` for a split of backward that something does not allow.
+    """Raises `UnsupportedError` if the schedule splits the backward and the model or configuration does not allow it.
 
     Args:
-        decoder: layers behind those of an encoder.
+        decoder: layers of the decoder in an encoder-decoder.
     """
     if not schedule(config.pipeline_schedule).splits_backward:
         return
     if config.zero_stage == 3 and axes.size("dp_cp") > 1:
         raise UnsupportedError(
             f"MegatronConfig.pipeline_schedule = {config.pipeline_schedule!r} with zero_stage = 3: FSDP2 reduces "
-            "gradients before those of the weights are computed. Use '1f1b', 'interleaved_1f1b', or zero_stage 1 or 2."
+            "gradients before the split backward has computed them. Use '1f1b', 'interleaved_1f1b', or zero_stage 1 "
+            "or 2."
         )
     if axes.size("tp") > 1 and not splits_python_functions():
         raise UnsupportedError(
@@ -66,12 +67,14 @@ def require_schedule(spec: ModelSpec, config: MegatronConfig, axes: Axes, decode
         )
     if spec.pp.no_zero_bubble is not None:
         raise UnsupportedError(
-            f"MegatronConfig.pipeline_schedule = {config.pipeline_schedule!r}: model type {spec.model_type!r} has no "
-            f"backward in two steps: {spec.pp.no_zero_bubble} Use '1f1b' or 'interleaved_1f1b'."
+            f"MegatronConfig.pipeline_schedule = {config.pipeline_schedule!r}: model type {spec.model_type!r} does not "
+            f"support a split backward: {spec.pp.no_zero_bubble} Use '1f1b' or 'interleaved_1f1b'."
         )
+    # A weight that only the decoder's first layer has, such as a relative position bias, gets no hidden states.
     names = [{name for name, _ in layer.named_parameters()} for layer in decoder[:2]]
-    if len(names) > 1 and (own := sorted(names[0] - names[1])):
+    if len(names) > 1 and (extra := sorted(names[0] - names[1])):
         raise UnsupportedError(
-            f"MegatronConfig.pipeline_schedule = {config.pipeline_schedule!r}: {own[0]} of the decoder's first layer "
-            "makes what other layers read, of no hidden states. Use '1f1b' or 'interleaved_1f1b'."
+            f"MegatronConfig.pipeline_schedule = {config.pipeline_schedule!r}: {extra[0]} of the decoder's first layer "
+            "is used for other layers without hidden states, so a split backward would not reach it. Use '1f1b' or "
+            "'interleaved_1f1b'."
         )

@@ -1,4 +1,4 @@
-"""Weights that layers of several stages share: two ranks of a pipeline hold them, and add up their gradients."""
+"""Weights shared by layers of several stages: two ranks of a pipeline hold them and sum their gradients."""
 
 from collections.abc import Collection, Mapping
 from typing import Any
@@ -14,58 +14,59 @@ from .partition import Stages
 
 
 def find_shared(model: Any, row: LayerSequence, stages: Stages, config: MegatronConfig, axes: Axes) -> dict[str, str]:
-    """Maps parameters of layers to those of layers of other stages that they are tied to.
+    """Returns layer parameter -> parameter of another layer that it is tied to, for weights on several ranks.
 
-    Every tie to a weight is among them that layers of several ranks have.
+    It includes all ties to such a weight, also within one rank.
 
     Raises:
-        UnsupportedError: more than two ranks share layers, or FSDP2 splits them.
+        UnsupportedError: if more than two ranks may share a weight, or FSDP2 shards it.
     """
     ranks: dict[str, set[int]] = {}
-    found: dict[str, str] = {}
+    ties: dict[str, str] = {}
     for target, source in model.all_tied_weights_keys.items():
         layers = [row.find_layer(name) for name in (target, source)]
         if None not in layers:
-            found[target] = source
+            ties[target] = source
             ranks.setdefault(source, set()).update(
                 stages.rank_of[stages.get_layer_stage(layer)] for layer in layers if layer is not None
             )
-    found = {target: source for target, source in found.items() if len(ranks[source]) > 1}
-    if not found:
+    # Ties within one rank need no communication.
+    ties = {target: source for target, source in ties.items() if len(ranks[source]) > 1}
+    if not ties:
         return {}
-    target, source = next(iter(found.items()))
+    target, source = next(iter(ties.items()))
     if axes.size("pp") > 2:
         raise UnsupportedError(
-            f"MegatronConfig.pp_size = {config.pp_size}: {target} of {type(model).__name__} is {source}, a weight that "
-            "layers of several stages share, and two ranks can do so. Load it with pp_size=2."
+            f"MegatronConfig.pp_size = {config.pp_size}: {target} of {type(model).__name__} is tied to {source}, a "
+            "weight of layers of several stages, which at most two ranks can share. Load it with pp_size=2."
         )
     if config.zero_stage == 3 and axes.size("dp_cp") > 1:
         raise UnsupportedError(
             f"MegatronConfig.pp_size = {config.pp_size} with zero_stage = 3: {target} of {type(model).__name__} is "
-            f"{source}, which FSDP2 would split as weights of their own. Use zero_stage 1 or 2."
+            f"tied to {source}, but FSDP2 would shard them as separate weights. Use zero_stage 1 or 2."
         )
-    return found
+    return ties
 
 
 def hold_shared(model: nn.Module, row: LayerSequence, held: Mapping[str, nn.Module], sources: Collection[str]) -> None:
-    """Puts what own layers share with others into what stands for these.
+    """Registers the shared modules of off-stage layers in the placeholders, so that this rank holds them too.
 
     Args:
-        held (`Mapping[str, nn.Module]`): name -> layer of another rank, before something stood for it.
-        sources (`Collection[str]`): names of the weights that are shared.
+        held (`Mapping[str, nn.Module]`): name -> off-stage layer that a placeholder has replaced.
+        sources (`Collection[str]`): names of the shared weights.
 
     Raises:
-        UnsupportedError: a part of a layer is shared and another of the same module is not.
+        UnsupportedError: if only some weights of a module are shared.
     """
     for name, layer in held.items():
-        own = {source.removeprefix(f"{name}.") for source in sources if source.startswith(f"{name}.")}
-        for part in dict.fromkeys(weight.partition(".")[0] for weight in sorted(own)):
+        shared = {source.removeprefix(f"{name}.") for source in sources if source.startswith(f"{name}.")}
+        for part in dict.fromkeys(weight.partition(".")[0] for weight in sorted(shared)):
             weights = {f"{part}.{weight}" for weight, _ in layer.get_submodule(part).named_parameters()}
-            if not weights <= own:
+            if not weights <= shared:
                 raise UnsupportedError(
                     f"MegatronConfig.pp_size > 1: {name}.{part} of {type(model).__name__} is shared by layers of "
-                    f"several stages, and {min(weights - own)} in it is not. Load it with pp_size=1."
+                    f"several stages, but {min(weights - shared)} in it is not. Load it with pp_size=1."
                 )
-            off_stage_layer = model.get_submodule(name)
-            assert isinstance(off_stage_layer, OffStageLayer)
-            off_stage_layer.hold_real(part, layer.get_submodule(part))
+            untracked = model.get_submodule(name)
+            assert isinstance(untracked, OffStageLayer)
+            untracked.hold_real(part, layer.get_submodule(part))

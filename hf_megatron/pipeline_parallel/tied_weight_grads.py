@@ -36,9 +36,11 @@ class TiedGradients(Shared):
 
     def sum(self) -> None:
         """Adds the gradients of both ends; both end up with the same bits."""
+        # The first stage's rank exchanges with the last one's, and the other way round.
         other = self.holders[int(self.runner.rank == self.holders[0])]
         group = self.runner.state.mesh.host_group("pp")
         for index, parameter in enumerate(held_at_either_end(self.model, self.named(), other, group)):
+            # The other end has a gradient: both ends send and receive a tensor of the local shape.
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
             with self.runner.measure("tied"):
@@ -88,6 +90,7 @@ def held_at_either_end(
     always = None if tokens is None else f"{module_name(model, tokens)}.weight"
     if all(name == always for name, _ in named):
         return [parameter for _, parameter in named]
+    # One flag per parameter, exchanged between the two ends: [parameters].
     local = torch.tensor([name == always or parameter.grad is not None for name, parameter in named], dtype=torch.uint8)
     remote = torch.empty_like(local)
     for work in [dist.isend(local, group=group, group_dst=other), dist.irecv(remote, group=group, group_src=other)]:

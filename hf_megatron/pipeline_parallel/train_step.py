@@ -1,4 +1,4 @@
-"""Training call with labels: the whole schedule runs in the forward; `loss.backward()` only scales the gradients."""
+"""Training call with labels: the full schedule runs in the forward; `loss.backward()` only scales the gradients."""
 
 import math
 from functools import partial
@@ -86,6 +86,7 @@ class TrainStep:
         weight, ranks = plan.weights[microbatch_idx], self.state.mesh.dp_size if self.is_counted else 1
         loss = read_loss(output, self.pipeline.model, self.state.loss, plan.microbatches[microbatch_idx])
         loss = loss * (weight / ranks)
+        # Sums stay on the device; `_share_losses` broadcasts them after the schedule.
         self.losses[0] += loss.detach().float()
         if (aux_loss := output.get("aux_loss")) is not None:
             self.losses[1] += aux_loss.detach().float() * weight
@@ -108,6 +109,7 @@ class TrainStep:
         pipeline.engine.pipeline_backwards += accumulates
         # A known scale avoids a multiplication by 1, but reading it makes the host wait for an asynchronous device.
         is_read = not is_async_device(self.state.mesh.device) or pipeline.loss_scale.is_unproven(gradients)
+        # `upstream[0]`: gradient of the loss, a scalar; its average over data-parallel ranks.
         average = self.state.loss.average_loss_factor(upstream[0])
         if self.is_counted and is_read:
             self._require_same_scale(upstream[0], average)

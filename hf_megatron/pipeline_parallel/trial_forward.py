@@ -1,6 +1,7 @@
-"""Runs a pipelined model without its layers before the first call of a kind.
+"""Trial forward: runs a pipelined model without its layers before the first call of each kind.
 
-What a pipeline cannot do shows before anything is sent, not in the middle of a schedule.
+Errors of a stage show on all ranks before anything is sent, instead of in the middle of a schedule, where the other
+ranks would hang.
 """
 
 import functools
@@ -25,14 +26,14 @@ from .split_model import ModelPartition
 
 
 class TrialForward(Shared):
-    """The rehearsals of one model's calls.
+    """Trial forwards of one model's calls.
 
     Args:
-        forward (`Callable`): the model's own.
-        images (`OffStageImages`): fits its arguments to stages.
+        forward (`Callable`): the model's own forward.
+        images (`OffStageImages`): adapts its arguments to each stage.
 
     Attributes:
-        logits: names of what the last stage returns `[rows, ...]`.
+        logits: names of the outputs `[batch, ...]` of the last stage.
     """
 
     def __init__(
@@ -47,61 +48,71 @@ class TrialForward(Shared):
         self.logits: tuple[str, ...] = ("logits",)
 
     def of_call(self, arguments: dict[str, Any], *, is_read: bool) -> None:
-        """Runs this rank's stages without their layers, and raises on every rank what any of them found.
+        """Runs this rank's stages without their layers, and raises the errors of all ranks on every rank.
 
         Args:
-            arguments: of a microbatch.
-            is_read (`bool`): whether the caller reads what the last stage returns, in place of its loss and logits.
+            arguments: arguments of a microbatch.
+            is_read (`bool`): whether the caller reads the last stage's output itself instead of its loss and logits.
+
+        Raises:
+            UnsupportedError: if a stage of any rank failed.
         """
         names = frozenset(name for name, value in arguments.items() if value is not None)
-        # Where dp ranks wait for each other in a forward, all of them do it in the same call.
+        # In lockstep a forward is collective over dp, so the key must be the same on all dp ranks.
         kind = (self.model.training, target_names(arguments), is_read, None if self._in_lockstep else names)
         if kind in self._done:
             return
-        found: MegatronError | None = None
-        wrong: Exception | None = None
+        local_error: MegatronError | None = None
+        batch_error: Exception | None = None
         logits: tuple[str, ...] | None = None
         try:
             logits = self._run_without_layers(arguments, is_read=is_read)
         except (AttributeError, TypeError) as error:
-            found = UnsupportedError(f"Parts of it were not found where the pipeline is cut ({error}).")
-            found.__cause__ = error
+            local_error = UnsupportedError(
+                f"The forward needs something that its pipeline stage does not have ({error})."
+            )
+            local_error.__cause__ = error
         except MegatronError as error:
-            found = error
+            local_error = error
         except Exception as error:  # noqa: BLE001
-            # What a batch does wrong on some stages shows in the schedule as in one process, by the same exception.
-            wrong = error if isinstance(error, ValueError | IndexError) else None
+            # Errors of the batch, which a single process raises too: the schedule will raise them on some stages.
+            batch_error = error if isinstance(error, ValueError | IndexError) else None
         of_ranks: list[Any] = [None] * self._ranks
-        # A stage of one layer leaves before its loop unpacks anything.
-        said = (None if found is None else str(found), logits, wrong is not None, self.cut.boundary.carried.read)
+        # Which outputs the loop reads is merged over ranks: a stage with one layer leaves before its loop reads any.
+        said = (
+            None if local_error is None else str(local_error),
+            logits,
+            batch_error is not None,
+            self.cut.boundary.carried.read,
+        )
         dist.all_gather_object(of_ranks, said, group=self.mesh.pp_group)
         self.cut.boundary.carry(place for *_, read in of_ranks for place in read)
-        if wrong is not None and all(is_wrong for *_, is_wrong, _ in of_ranks):
-            raise wrong
-        for rank, (reason, *_) in enumerate(of_ranks):
-            if reason is not None:
+        if batch_error is not None and all(is_wrong for *_, is_wrong, _ in of_ranks):
+            raise batch_error
+        for rank, (judgment, *_) in enumerate(of_ranks):
+            if judgment is not None:
                 raise UnsupportedError(
-                    f"{type(self.model).__name__} on pp rank {rank}: {reason} Nothing has been computed yet."
-                ) from (found if rank == self.mesh.pp_rank else None)
+                    f"{type(self.model).__name__} on pp rank {rank}: {judgment} Nothing has been computed yet."
+                ) from (local_error if rank == self.mesh.pp_rank else None)
         self.logits = next((names for _, names, *_ in of_ranks if names), self.logits)
         self._done.add(kind)
 
     def require_same(self, logits: tuple[str, ...]) -> None:
-        """Raises `UnsupportedError` where the last stage returns others than the ranks before it know of."""
+        """Raises `UnsupportedError` if the last stage returns other outputs than the trial forward found."""
         if logits != self.logits:
             raise UnsupportedError(
-                f"{type(self.model).__name__} returns {', '.join(logits)}, and {', '.join(self.logits)} are expected "
-                "of the last stage. Call it without a cache first, or load it with pp_size=1."
+                f"{type(self.model).__name__} returned {', '.join(logits)}, but {', '.join(self.logits)} are expected "
+                "from the last stage. Call it without a cache first, or load it with pp_size=1."
             )
 
     @torch.no_grad()
     def _run_without_layers(self, arguments: dict[str, Any], *, is_read: bool) -> tuple[str, ...] | None:
-        """Returns the names of the logits on the rank of the last stage, as far as it has any."""
+        """Returns the names of the outputs `[batch, ...]` on the last stage's rank; `None` on other ranks."""
         plain = with_every_label(arguments)
         part = with_known_targets(plain, self.loss)
         names: tuple[str, ...] | None = None
         if "output_router_logits" in self._parameters:
-            # Layers record them.
+            # Router logits are recorded by layers, which do not run.
             part["output_router_logits"] = False
         devices = [self.mesh.device] if self.mesh.device.type == "cuda" else []
         with torch.random.fork_rng(devices), quiet_autocast(), self.cut.boundary.running_trial():
@@ -121,13 +132,13 @@ class TrialForward(Shared):
 
 
 def autocast_dtype(device_type: str) -> torch.dtype | None:
-    """Returns the dtype that autocast casts to on a kind of device, where it is on."""
+    """Returns the dtype of autocast for a device type, or `None` if autocast is off."""
     return torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else None
 
 
 @contextmanager
 def quiet_autocast() -> Iterator[None]:
-    """Casts weights for each microbatch: a cached cast would be part of several graphs."""
+    """Disables autocast's weight cache inside: a cached cast would be part of several microbatches' graphs."""
     before = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(False)
     try:

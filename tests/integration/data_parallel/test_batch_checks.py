@@ -29,7 +29,7 @@ def test_other_rows_are_noticed_on_all_ranks(folder, text, name):
         model(**given).loss.backward()
         other = given | {name: given[name].roll(dist.get_rank(), dims=0).clone()}
         other["attention_mask"][dist.get_rank(), -1] = 0 if name == "attention_mask" else 1
-        with pytest.raises(ConfigError, match=rf"{name}: the (tp|pp) ranks .* different ones \(call 2 of the model"):
+        with pytest.raises(ConfigError, match=rf"{name}: the (tp|pp) ranks .* different values \(call 2 of the model"):
             model(**other)
         # Compared again in the fourth call.
         return model(**given).loss.item()

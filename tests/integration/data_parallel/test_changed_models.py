@@ -124,13 +124,13 @@ def add_a_value_head(model):
     ("change", "text", "match"),
     [
         (add_a_value_head, "tp2", "value_head.weight was added after the model was parallelized"),
-        (add_a_value_head, "pp2", "value_head.weight came to a pipelined model after loading"),
-        (add_a_value_head, "dp2+zero3", "value_head.weight came to a model with zero_stage=3 after loading"),
+        (add_a_value_head, "pp2", "value_head.weight was added to a pipelined model after loading"),
+        (add_a_value_head, "dp2+zero3", "value_head.weight was added to a model with zero_stage=3 after loading"),
         (add_adapters, "tp2", "layers.0.self_attn.q_proj.base.weight was added after the model was parallelized"),
         (add_adapters, "pp2", "q_proj of a LlamaAttention: it lies on stage"),
-        (add_adapters, "dp2+zero3", "layers.0.self_attn.q_proj.down.weight came to a model with zero_stage=3"),
+        (add_adapters, "dp2+zero3", "layers.0.self_attn.q_proj.down.weight was added to a model with zero_stage=3"),
         (add_adapters_with_the_weights, "tp2", "q_proj.down.weight was added after the model was parallelized"),
-        (add_adapters_with_the_weights, "dp2+zero3", "q_proj.weight came to a model with zero_stage=3"),
+        (add_adapters_with_the_weights, "dp2+zero3", "q_proj.weight was added to a model with zero_stage=3"),
         (list_a_layer_twice, "pp2", "lists the layers .0, 0, 1"),
         (list_layers_backwards, "pp2", "lists the layers .1, 0"),
         (remove_the_last_layer, "pp2", "lists the layers .0. "),
@@ -259,7 +259,7 @@ def share_a_layer(model):
 def test_parts_of_a_pipeline_keep_their_places(tiny_uneven, change):
     def on_rank():
         model = AutoModelForCausalLM.from_pretrained(tiny_uneven, megatron_config=layout("pp2"))
-        with pytest.raises(MegatronError, match="cannot become another part of a pipelined model"):
+        with pytest.raises(MegatronError, match="cannot be replaced by another module of the pipelined model"):
             change(model)
 
     run_ranks(on_rank, 2)

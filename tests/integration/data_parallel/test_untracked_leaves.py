@@ -244,7 +244,7 @@ REFUSED = {
     activation_hook_after: "gradient of an activation",
     retained_gradient: "retain_grad() of an activation",
     retained_gradient_after: "retain_grad() of an activation",
-    gradient_by_an_activation: "torch.autograd.grad by",
+    gradient_by_an_activation: "torch.autograd.grad with respect to",
     module_hook: "A backward hook of a module",
     module_pre_hook: "A backward hook of a module",
     norm_limited: "model.embed_tokens.max_norm = 0.5",
@@ -342,12 +342,12 @@ def test_tying_and_untying_are_refused_in_stage_3(tiny, stepped):
         weight = model.lm_head.weight
         assert weight is model.model.embed_tokens.weight
         model.lm_head.weight = nn.Parameter(weight.detach().clone())
-        with pytest.raises(UnsupportedError, match="tied, untied or exchanged"):
+        with pytest.raises(UnsupportedError, match="tied, untied or replaced"):
             model(**local_samples(model, batch(1)))
         model.lm_head.weight = weight
         norms = model.model.layers[0]
         norms.input_layernorm.weight = norms.post_attention_layernorm.weight
-        with pytest.raises(UnsupportedError, match="tied, untied or exchanged"):
+        with pytest.raises(UnsupportedError, match="tied, untied or replaced"):
             model(**local_samples(model, batch(1)))
 
     run_ranks(on_rank, 2)

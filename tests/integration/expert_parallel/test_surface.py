@@ -475,7 +475,7 @@ def without_half_of_the_experts(source, layout, counted):
         if counted:
             experts.num_experts = SMALL["num_experts"] // 2
     ids = torch.arange(1, 25).view(4, 6)
-    exchanged = "tied, untied or exchanged" if layout.zero_stage == 3 else "layers.0.mlp.experts.*another number"
+    exchanged = "tied, untied or replaced" if layout.zero_stage == 3 else "layers.0.mlp.experts.*another number"
     with pytest.raises(UnsupportedError, match=rf"{exchanged}.*in (one|a single) process"):
         model(input_ids=ids, output_router_logits=False)
 

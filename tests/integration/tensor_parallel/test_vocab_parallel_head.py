@@ -91,4 +91,4 @@ def test_equal_to_one_process(runs, text, loop_pattern):
 @pytest.mark.filterwarnings("ignore:Full logits are gathered")
 @pytest.mark.parametrize("text", ["tp2+dp2+zero3", "tp2+dp2"])
 def test_gradients_of_logits_by_parameters_are_refused_with_data_parallelism(runs, text):
-    runs.refused(text, "differentiated", "torch.autograd.grad by parameters of a data parallel model")
+    runs.refused(text, "differentiated", "torch.autograd.grad with respect to parameters of a data parallel model")

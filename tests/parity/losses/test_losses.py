@@ -398,7 +398,7 @@ def test_a_table_inside_of_the_embedding_is_tied(tmp_path, schedule):
 
 def test_uncountable_targets_are_refused_before_the_schedule(folder):
     def run(model, batch):
-        with pytest.raises(UnsupportedError, match="with other_labels: a pipeline knows losses of start_positions"):
+        with pytest.raises(UnsupportedError, match="with other_labels: a pipeline supports losses of start_positions"):
             model(**batch, other_labels=batch["start_positions"])
         with pytest.raises(UnsupportedError, match="num_items_in_batch and start_positions, end_positions"):
             model(**batch, num_items_in_batch=4)

@@ -156,5 +156,5 @@ def test_one_tensor_goes_once_and_keeps_its_places():
 
 def test_a_type_without_a_backward_in_two_steps_is_refused_by_name():
     layout = ConfigUnderTest(pp_size=2, pipeline_schedule="zbv")
-    with pytest.raises(RankError, match="'gemma3n_text' has no backward in two steps: each of its layers"):
+    with pytest.raises(RankError, match="'gemma3n_text' does not support a split backward: each of its layers"):
         check_tiny_model(tiny_model("gemma3n_text"), layout)

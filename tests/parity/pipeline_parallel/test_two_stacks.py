@@ -193,12 +193,14 @@ def test_an_encoder_alone_has_no_gradients():
         model = bart.load(megatron_config=ConfigUnderTest(pp_size=2))
         model.get_encoder()(input_ids=bart.batches[0]["input_ids"])
 
-    with pytest.raises(RankError, match="called alone with gradients enabled"):
+    with pytest.raises(RankError, match="called alone with gradients"):
         run_ranks(run, 2)
 
 
 def test_one_embedding_is_not_split_as_several():
-    with pytest.raises(RankError, match="are model.shared.weight, which FSDP2 would split as weights of their own"):
+    with pytest.raises(
+        RankError, match="are tied to model.shared.weight, but FSDP2 would shard them as separate weights"
+    ):
         check_tiny_model(tiny_model("bart"), ConfigUnderTest(pp_size=2, dp_size=2, zero_stage=3))
 
 
@@ -296,7 +298,7 @@ def test_layers_that_are_left_out_at_random_are_refused():
         model.model.encoder.layerdrop = 0.3
         model(**bart.batches[0])
 
-    with pytest.raises(RankError, match=r"leaves layers out at random in training \(layerdrop > 0\)"):
+    with pytest.raises(RankError, match=r"skips layers at random in training \(layerdrop > 0\)"):
         run_ranks(run, 2)
 
 

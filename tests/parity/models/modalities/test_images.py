@@ -150,7 +150,7 @@ def test_features_between_layers_stay_on_the_first_stage():
 
     def load():
         layout = ConfigUnderTest(pp_size=2, pipeline_partition=(count, layers - count))
-        with pytest.raises(ConfigError, match=f"pipeline_partition to numbers of layers that begin with {count + 1}"):
+        with pytest.raises(ConfigError, match=f"the first stage has {count + 1} layers or more"):
             deep.load(megatron_config=layout)
 
     run_ranks(load, 2)

@@ -62,5 +62,5 @@ def test_placeholders_that_fit_no_clip_are_refused():
 
 
 def test_audio_that_was_not_compared_is_refused():
-    with pytest.raises(UnsupportedError, match=r"input_features: .*types that were compared so"):
+    with pytest.raises(UnsupportedError, match=r"input_features: .*audio of verified model types"):
         split(clips(), 3, CONFIG, modalities={"videos"})

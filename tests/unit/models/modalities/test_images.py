@@ -165,7 +165,7 @@ def test_stages_without_a_tower_are_given_places_alone():
 @pytest.mark.parametrize("name", ["pixel_values_videos", "video_grid_thw", "input_features", "image_pixel_values"])
 def test_videos_and_audio_are_refused_by_pipelines(name):
     """With an entry for each row, too: nothing says that it is that row's."""
-    with pytest.raises(UnsupportedError, match=f"{name}: a pipeline gives stages images,"):
+    with pytest.raises(UnsupportedError, match=f"{name}: a pipeline cannot split it"):
         split({"input_ids": torch.ones(4, 6, dtype=torch.long), name: torch.ones(4, 3)}, 2)
 
 

@@ -69,7 +69,7 @@ def test_placeholders_that_fit_no_video_are_refused(ids):
 
 
 def test_videos_that_were_not_compared_and_audio_of_models_without_are_refused():
-    with pytest.raises(UnsupportedError, match=r"pixel_values_videos.*types that were compared so"):
+    with pytest.raises(UnsupportedError, match=r"pixel_values_videos.*audio of verified model types"):
         split(patches(), 3, QWEN, modalities={"audio"})
     with pytest.raises(UnsupportedError, match="num_frames_per_video"):
         split(patches() | {"num_frames_per_video": torch.tensor([2, 2, 2])}, 3, QWEN)
