@@ -64,7 +64,7 @@ def check(
         bool, typer.Option("--variants", help="Also tied or untied, and as in popular checkpoints.")
     ] = False,
     adapter: Annotated[
-        str, typer.Option(help="Train an adapter of PEFT in the place of the model's weights, such as `lora`.")
+        str, typer.Option(help="Train a PEFT adapter instead of the model's weights, such as `lora`.")
     ] = "",
     record: Annotated[Path | None, typer.Option(help="Write the results into this verified.json.")] = None,
     timeout: Annotated[float, typer.Option(help="Seconds per layout.", min=1)] = 120.0,

@@ -84,7 +84,7 @@ def read_hang(
 def make_report(
     directory: Annotated[Path, typer.Argument(help="Folder of a run that RunCallback recorded.")],
     output: Annotated[Path | None, typer.Option(help="HTML file; by default page.html in the folder.")] = None,
-    plan: Annotated[bool, typer.Option(help="Plan the recorded step's memory, to be shown beside it.")] = True,
+    plan: Annotated[bool, typer.Option(help="Plan the recorded step's memory, to be shown with it.")] = True,
 ) -> None:
     """Write the report of a run: layout, losses, speed, time and memory of a step, slow ranks."""
     from ..core.fork_harness import first_reason

@@ -1,0 +1,173 @@
+"""Language of code, messages, help texts and documents: rates of four patterns, and phrases with a standard replacement."""
+
+import ast
+import io
+import re
+import tokenize
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent.parent
+FOLDERS = ("hf_megatron", "conversion", "model_cards")
+# Pages that quote recorded runs, or list upstream functions.
+QUOTING = {"patches.md", "supported_models.md", "surface.md", "which_layout.md"}
+
+FRONTED = re.compile(
+    r"^#+\s*(Of|What|Where|Whose|Who|Whoever|Nobody|Somebody|Nor|None of|Those|That of|Behind|Beside|Neither)\b"
+)
+RELATIVE = re.compile(r"^(What|Which|Where|How|Whether|Who|Whose)\b")
+OF_NAME = re.compile(r"^_?([a-z0-9]+_)*of(_[a-z0-9]+)*$")
+MARKERS = re.compile(
+    r"\b(whoever|nobody|somebody|of which|that of|those of|beside|behind|alike|under way|at hand|by itself|"
+    r"in the place of|laid out|lays out)\b",
+    re.IGNORECASE,
+)
+# Phrase -> what to write.
+PHRASES = {
+    r"la(y|ys|id) out": "parallelized, sharded",
+    r"one process's": "the single-process run's",
+    r"equal to one process": "matches the single-process run",
+    r"nobody|somebody|whoever": "no rank; the component's name",
+    r"th(at|ose) of": "the noun again",
+    r"beside": "with, next to, in addition to",
+    r"behind": "after",
+    r"alike": "the same on every rank",
+    r"under way": "in flight, active",
+    r"at hand": "available, local",
+    r"in the place of": "instead of",
+    r"goes on|went on|gone on": "continues, resumes",
+    r"told apart": "distinguished",
+    r"shared out|dealt out": "distributed",
+    r"put together": "gathered",
+    r"hand(ed|s)? out": "returned",
+    r"twins?": "tiny test model",
+    r"towers": "vision encoder, audio encoder",
+    r"verdicts?": "flag, decision",
+    r"of one's own": "custom",
+    r"habits?": "training-loop pattern",
+    r"comput(e|es|ed|ing) again": "recomputed",
+    r"add(s|ed)? up": "sums, accumulates, all-reduces",
+    r"stands? for": "replaces, is a proxy for",
+    r"rehears\w*": "trial forward",
+    r"in few bits": "quantized",
+    r"quantis\w*|synchronis\w*|initialis\w*|serialis\w*|normalis\w*": "American spelling",
+    r"neighbours?|colours?|behaviours?": "American spelling",
+}
+PHRASE = re.compile("|".join(rf"\b({phrase})\b" for phrase in PHRASES))
+
+
+def sources() -> list[Path]:
+    """Python files of the library."""
+    return [path for folder in FOLDERS for path in sorted((ROOT / folder).rglob("*.py"))]
+
+
+@cache
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+def docstrings(tree: ast.Module) -> list[str]:
+    nodes = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    return [text for node in ast.walk(tree) if isinstance(node, nodes) and (text := ast.get_docstring(node))]
+
+
+def comments(path: Path) -> list[tuple[int, str]]:
+    """Line and text of each comment token."""
+    tokens = tokenize.generate_tokens(io.StringIO(path.read_text(encoding="utf-8")).readline)
+    return [(token.start[0], token.string) for token in tokens if token.type == tokenize.COMMENT]
+
+
+def test_comments_begin_with_their_subject():
+    fronted, count = [], 0
+    for path in sources():
+        previous = -2
+        for line, text in comments(path):
+            # Only the first line of a comment counts.
+            if line != previous + 1:
+                count += 1
+                if FRONTED.match(text):
+                    fronted.append(f"{path.relative_to(ROOT)}:{line} {text}")
+            previous = line
+    assert len(fronted) <= 0.01 * count, "\n".join(fronted)
+
+
+def test_module_docstrings_are_noun_phrases_or_begin_with_a_verb():
+    heads = {path: ast.get_docstring(tree_of(path)) for path in sources()}
+    assert not [str(path) for path, head in heads.items() if head and RELATIVE.match(head)]
+
+
+def test_few_words_of_the_old_dialect():
+    words, markers = 0, []
+    for path in sources():
+        text = " ".join([*docstrings(tree_of(path)), *(comment for _, comment in comments(path))])
+        words += len(text.split())
+        markers += [f"{path.relative_to(ROOT)}: {match[0]}" for match in MARKERS.finditer(text)]
+    assert len(markers) <= 1.5e-3 * words, "\n".join(markers)
+
+
+def test_functions_are_named_by_verb_and_object():
+    functions = (ast.FunctionDef, ast.AsyncFunctionDef)
+    names = [node.name for path in sources() for node in ast.walk(tree_of(path)) if isinstance(node, functions)]
+    with_of = [name for name in names if OF_NAME.match(name)]
+    assert len(with_of) <= 0.01 * len(names), with_of
+
+
+def messages(path: Path) -> list[tuple[int, str]]:
+    """Line and constant text of what a file raises and warns of."""
+    found = []
+    for node in ast.walk(tree_of(path)):
+        is_warning = isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1] in ("warn", "warning")
+        if isinstance(node, ast.Raise) or is_warning:
+            parts = [c.value for c in ast.walk(node) if isinstance(c, ast.Constant) and isinstance(c.value, str)]
+            found.append((node.lineno, "".join(parts)))
+    return found
+
+
+def phrases(text: str) -> list[str]:
+    # Code spans quote names and outputs.
+    return [match[0] for match in PHRASE.finditer(re.sub(r"`[^`]*`", "``", text))]
+
+
+def test_messages_use_the_fields_terms():
+    found = [
+        f"{path.relative_to(ROOT)}:{line}: {phrase}"
+        for path in sources()
+        for line, text in messages(path)
+        for phrase in phrases(text)
+    ]
+    assert not found, "\n".join(found)
+
+
+PAGES = [
+    *(path for path in sorted((ROOT / "docs").rglob("*.md")) if path.name not in QUOTING),
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "examples/README.md")),
+    ROOT / "benchmarks" / "README.md",
+]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_pages_use_the_fields_terms(page):
+    lines = page.read_text(encoding="utf-8").splitlines()
+    assert not [f"{number}: {phrase}" for number, line in enumerate(lines, 1) for phrase in phrases(line)]
+
+
+def test_help_texts_use_the_fields_terms():
+    from typer.main import get_command
+
+    from hf_megatron.cli import app
+
+    def walk(command, path):
+        for parameter in command.params:
+            yield f"{path} {parameter.name}", getattr(parameter, "help", None) or ""
+        yield path, command.help or ""
+        for name, inner in getattr(command, "commands", {}).items():
+            yield from walk(inner, f"{path} {name}")
+
+    found = [f"{path}: {phrase}" for path, text in walk(get_command(app), "hf-megatron") for phrase in phrases(text)]
+    assert not found, "\n".join(found)
+
+
+def test_a_phrase_is_found():
+    assert phrases("The model is laid out beside it.") == ["laid out", "beside"] and not phrases("It is sharded.")
