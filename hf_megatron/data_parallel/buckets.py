@@ -275,8 +275,10 @@ class Bucket:
         self.used -= indices
 
     def discard(self, *, keep: bool) -> None:
-        """Discards all gradients; the buffer `rows` is kept for the next backward."""
+        """Discards all gradients; with `keep` their buffers stay allocated for the next backward."""
         self.shard, self.in_rows = None, False
+        if not keep:
+            self.rows = self.recv_buffer = None
         for indices in (self.written, self.arrived, self.used):
             indices.clear()
 
