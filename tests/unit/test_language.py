@@ -1,4 +1,4 @@
-"""Language of code, messages, help texts and documents: rates of four patterns, and phrases with a standard replacement."""
+"""Language of code, messages, help and pages: rates of four patterns, and phrases that have a standard replacement."""
 
 import ast
 import io

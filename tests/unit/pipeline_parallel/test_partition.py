@@ -79,7 +79,7 @@ def test_more_stages_than_layers(function):
 def test_partition_that_does_not_fit(counts):
     with pytest.raises(ConfigError) as error:
         check_partition(counts, 8, 2)
-    words = ["MegatronConfig.pipeline_partition", str(list(counts)), "2 numbers", "8 layers", "[4, 4]"]
+    words = ["MegatronConfig.pipeline_partition", str(list(counts)), "2 positive integers", "8 layers", "[4, 4]"]
     assert all(word in str(error.value) for word in words)
 
 
