@@ -33,50 +33,56 @@ class InstancePatch:
 
 INSTANCE_PATCHES: Mapping[str, InstancePatch] = {
     "loss_function": InstancePatch(
-        "the mean over the targets of this rank's own batch, from logits that are whole",
-        "transformers asks a model for the denominator and the kernel of its loss",
+        "averages over the targets of the local batch, from full logits",
+        "transformers lets a model define the denominator and the kernel of its loss",
     ),
     "forward": InstancePatch(
-        "runs every layer on this rank (pipelines); reads the whole head's weight (TRL's numbers per token)",
-        "transformers runs pipelines with a loss inside forward; TRL asks a model for its numbers per token",
+        "runs every layer locally (pipelines); reads the full head's weight (TRL's per-token log-probabilities)",
+        "transformers runs pipelines with a loss inside forward; TRL reads per-token log-probabilities through the model",
     ),
     "_deepstack_process": InstancePatch(
-        "sees whole hidden states where layers see this rank's part of a sequence",
-        "transformers splits sequences of such models, or takes features of images as arguments of layers",
+        "reads full hidden states where layers have a shard of the sequence",
+        "transformers shards the sequences of such models, or passes image features to layers",
     ),
     "cache_mem": InstancePatch(
-        "keeps whole hidden states where layers have this rank's part of a sequence (XLNet's memory)",
-        "transformers keeps no hidden states between layers outside of `capture_outputs`",
+        "keeps full hidden states where layers have a shard of the sequence (XLNet's memory)",
+        "transformers keeps hidden states between layers in `capture_outputs` only",
     ),
     "num_parameters": InstancePatch(
-        "counts what this rank's stages hold", "always: a rank holds the parameters of its stages"
+        "counts the parameters of the local stages", "always: a rank holds the parameters of its stages"
     ),
-    "zero_grad": InstancePatch("clears `.grad`, where reduced gradients are not", "always: buckets are ours"),
-    "tie_weights": InstancePatch("ties by a config that stages were not made by", "stages lie on different ranks"),
-    "no_sync": InstancePatch("not there, or FSDP2's, which Accelerate does not know", "always: buckets are ours"),
+    "zero_grad": InstancePatch(
+        "clears `.grad`, but reduced gradients are in buckets", "always: this library has its own buckets"
+    ),
+    "tie_weights": InstancePatch(
+        "ties by a config that the stages were not created from", "stages are on different ranks"
+    ),
+    "no_sync": InstancePatch(
+        "missing, or FSDP2's, which Accelerate does not support", "always: this library has its own buckets"
+    ),
     "__deepcopy__": InstancePatch("FSDP2's assertion (stage 3)", "FSDP2 copies its units"),
     "_get_name": InstancePatch(
-        "the name of the class that FSDP2 made (stage 3), by which Trainer does not know a causal language model",
-        "Trainer asks a model whether its loss shifts labels",
+        "the name of FSDP2's class (stage 3), by which Trainer does not recognize a causal language model",
+        "Trainer reads from the model whether its loss shifts labels",
     ),
     "dequantize": InstancePatch(
-        "exchanges the modules of its quantiser for linears (models with `quantization_config=`)",
-        "always: a rank has a part of each weight",
+        "replaces the modules of its quantizer by linears (models with `quantization_config=`)",
+        "always: each rank holds a shard of each weight",
     ),
-    "parallel_plan": InstancePatch("not there", "always: a method of parallelized models"),
-    "parallel_hooks": InstancePatch("not there", "always: a method of parallelized models"),
+    "parallel_plan": InstancePatch("missing", "always: a method of parallelized models"),
+    "parallel_hooks": InstancePatch("missing", "always: a method of parallelized models"),
     "_tp_size": InstancePatch(
-        "the ranks of transformers' own plan; Trainer and Accelerate read the ranks that share a batch from it",
-        "Trainer asks a model which ranks share a batch",
+        "the ranks of transformers' own plan; Trainer and Accelerate derive the data-parallel size from it",
+        "Trainer lets a model define its data-parallel ranks",
     ),
     "_tp_plan": InstancePatch(
-        "transformers' plan; generation would divide KV heads by it a second time",
-        "generation asks the cache for its heads",
+        "transformers' plan; generation would divide the KV heads by it again",
+        "generation reads the head count from the cache",
     ),
     "_is_distributed_loading_by_transformers": InstancePatch(
-        "false: Accelerate would move the model to one device", "Accelerate asks a model whether it is placed"
+        "false: Accelerate would move the model to one device", "Accelerate reads from the model whether it is placed"
     ),
-    "distributed_config": InstancePatch("none, or transformers' own", "always: it says how the model is laid out"),
+    "distributed_config": InstancePatch("none, or transformers' own", "always: it describes the parallel layout"),
 }
 _ABSENT = object()
 

@@ -19,14 +19,14 @@ _GENERATION = "transformers.generation.utils:GenerationMixin"
 _TRAINER = "transformers.trainer:Trainer"
 _ACCELERATOR = "accelerate.accelerator:Accelerator"
 
-_LAYOUTS = "transformers takes layouts of other libraries"
-_CHECKPOINTS = "Trainer asks the model how it is saved"
-_RANKS_PER_BATCH = "Trainer asks a model which ranks share a batch"
-_ACCELERATE = "Accelerate has plugins for engines of others"
+_LAYOUTS = "transformers accepts parallel layouts from other libraries"
+_CHECKPOINTS = "Trainer lets a model define how it is saved"
+_RANKS_PER_BATCH = "Trainer lets a model define its data-parallel ranks"
+_ACCELERATE = "Accelerate accepts plugins for other engines"
 _HUB = "Trainer pushes from several ranks"
-_GENERATE = "generation asks the cache for its heads and ranks for their verdict"
-_ROUTERS = "transformers takes router losses over the ranks of a batch"
-_TRL = "TRL asks a model for its numbers per token"
+_GENERATE = "generation reads the head count from the cache and synchronizes stopping over ranks"
+_ROUTERS = "transformers computes router losses over data-parallel ranks"
+_TRL = "TRL reads per-token log-probabilities through a method of the model"
 _ALWAYS = "always"
 
 _SWITCH = "transformers.models.switch_transformers.modeling_switch_transformers"
@@ -66,118 +66,123 @@ _ALIASES = {"peft.utils.save_and_load:get_peft_model_state_dict": ("peft", "peft
 # Columns: target, replacement (relative to this package unless it starts with `hf_megatron.`), upstream behavior,
 # condition under which the patch can be dropped, and optionally a predicate.
 _ROWS: tuple[tuple[str, ...], ...] = (
-    (f"{_MODEL}.from_pretrained", "transformers.loading:from_pretrained", "knows no megatron_config", _ALWAYS),
-    (f"{_MODEL}._from_config", "transformers.loading:from_config", "makes the whole model on every rank", _ALWAYS),
+    (f"{_MODEL}.from_pretrained", "transformers.loading:from_pretrained", "has no megatron_config argument", _ALWAYS),
+    (f"{_MODEL}._from_config", "transformers.loading:from_config", "creates the full model on every rank", _ALWAYS),
     (
         "transformers.models.auto.auto_factory:_BaseAutoModelClass.from_pretrained",
         "transformers.loading:auto_from_pretrained",
-        "reads a config from the Hub before anything is refused",
+        "reads a config from the Hub before arguments are validated",
         _ALWAYS,
     ),
     (
         f"{_MODEL}.save_pretrained",
         "transformers.saving:save_pretrained",
-        "writes this rank's part as if it were all",
+        "writes the local shard as if it were the full model",
         _LAYOUTS,
     ),
-    (f"{_MODEL}.push_to_hub", "hub.hooks:push_to_hub", "every rank uploads what it has", _LAYOUTS),
+    (f"{_MODEL}.push_to_hub", "hub.hooks:push_to_hub", "uploads from every rank", _LAYOUTS),
     (
         f"{_MODEL}._initialize_missing_keys",
         "transformers.loading:initialize_missing_keys",
-        "draws other numbers on every layout",
-        "transformers draws by the global tensor",
+        "draws different weights on every layout",
+        "transformers draws the global tensor and keeps the shard",
     ),
     (
         f"{_MODEL}.resize_token_embeddings",
         "transformers.saving:resize_token_embeddings",
-        "resizes this rank's rows",
-        "transformers resizes split embeddings",
+        "resizes the local shard of the embedding",
+        "transformers resizes sharded embeddings",
     ),
     (
         f"{_MIXIN}.prepare_distribute_model",
         "transformers.loading:prepare_distribute_model",
-        "makes the mesh of its own layouts",
+        "creates the mesh of its own layouts",
         _LAYOUTS,
     ),
     (
         f"{_MIXIN}.maybe_distribute_model",
         "transformers.loading:maybe_distribute_model",
-        "splits by its own plans",
+        "shards by its own plans",
         _LAYOUTS,
     ),
     (
         f"{_MIXIN}.gather_sharded_state_dict_for_save",
         "transformers.saving:gather_sharded_state_dict_for_save",
-        "gathers all weights on every rank to write them at once",
+        "gathers all weights on every rank before writing",
         _LAYOUTS,
     ),
     (
         "transformers.masking_utils:find_packed_sequence_indices",
         "hf_megatron.data_parallel.packed_sequences:find_packed_sequence_indices",
-        "has the host wait for its device in every forward",
-        "transformers looks at positions that it was given only",
+        "synchronizes host and device in every forward",
+        "transformers checks positions only if they were passed",
     ),
     (
         "transformers.masking_utils:_preprocess_mask_arguments",
         "hf_megatron.data_parallel.packed_sequences:preprocess_mask_arguments",
-        "has the host wait for its device in every mask",
-        "transformers looks at the masks of a call once",
+        "synchronizes host and device for every mask",
+        "transformers checks the masks of a call once",
     ),
     (
         "transformers.utils.generic:GeneralInterface.__getitem__",
         "hf_megatron.context_parallel.attention_dispatch:mask_function",
-        "makes tensors of queries x keys",
+        "creates tensors of queries x keys",
         _ALWAYS,
     ),
     (
         "transformers.trainer:has_mixed_dtensor",
         "trainer.trainer:has_mixed_dtensor",
-        "takes weights of other stages for a mesh of their own",
-        "Trainer splits groups of parameters by mesh",
+        "treats off-stage weights as a separate mesh",
+        "Trainer groups parameters by mesh",
     ),
     (
         f"{_MIXIN}.barrier_after_gathered_checkpoint_save",
         "transformers.saving:barrier_after_gathered_checkpoint_save",
-        "asks a layout for sizes that it may not have",
+        "reads sizes that a layout may not define",
         _LAYOUTS,
     ),
     (
         "transformers.trainer:get_model_param_count",
         "transformers.saving:get_model_param_count",
-        "counts the parameters of this rank's stages",
-        "Trainer asks a model for its size",
+        "counts the parameters of the local pipeline stages",
+        "Trainer reads the number of parameters from the model",
     ),
     (
         "transformers.modeling_utils:AttentionInterface.get_interface",
         "hf_megatron.context_parallel.attention_dispatch:attention_function",
-        "attends to the tokens at hand, and keeps what it computes for backward",
+        "attends to local tokens only and saves intermediate results for backward",
         _ALWAYS,
     ),
     (
         "transformers.core_model_loading:_add_unmatched_checkpoint_key",
         "transformers.loading:add_unmatched_checkpoint_key",
-        "reports weights of other stages as unexpected",
-        "the loader asks a model what it holds",
+        "reports off-stage weights as unexpected",
+        "the loader asks the model which weights it holds",
     ),
     (
         "transformers.distributed.sharding_utils:DtensorShardOperation.__init__",
         "transformers.shard_operation:plan_shard",
-        "asks a single number for its first dim",
-        "the loader reads a parameter without dims",
+        "reads the first dim of a scalar",
+        "the loader reads scalar parameters",
     ),
     (
         "transformers.distributed.sharding_utils:DtensorShardOperation.shard_tensor",
         "transformers.shard_operation:shard_tensor",
-        "takes a rank's experts for a run of them",
-        "the loader reads blocks that are split one by one",
+        "assumes that a rank's experts are contiguous",
+        "the loader reads blocks that are sharded separately",
     ),
     (
         "transformers.core_model_loading:set_param_for_module",
         "transformers.loading:set_param_for_module",
-        "leaves weights mapped into the file",
-        "the loader copies what training will write to",
+        "leaves weights memory-mapped to the file",
+        "the loader copies weights that training writes to",
     ),
-    (f"{_GENERATION}.generate", "transformers.generation:generate", "each rank draws and stops alone", _GENERATE),
+    (
+        f"{_GENERATION}.generate",
+        "transformers.generation:generate",
+        "samples and stops on each rank separately",
+        _GENERATE,
+    ),
     (
         f"{_GENERATION}._maybe_prepare_encoder_kwargs_for_generation",
         "transformers.generation:call_encoder",
@@ -187,32 +192,32 @@ _ROWS: tuple[tuple[str, ...], ...] = (
     (
         f"{_GENERATION}._get_stopping_criteria",
         "transformers.generation:get_stopping_criteria",
-        "judges stopping on each rank",
+        "evaluates the stopping criteria on each rank separately",
         _GENERATE,
     ),
     (
         f"{_GENERATION}._get_static_cache_init_shape",
         "transformers.generation:get_static_cache_init_shape",
-        "counts the heads of the whole model",
+        "counts the heads of the full model",
         _GENERATE,
     ),
     (
         f"{_GENERATION}._valid_auto_compile_criteria",
         "transformers.generation:valid_auto_compile_criteria",
-        "compiles a forward with collectives of pipelines",
+        "compiles a forward that contains pipeline communication",
         _GENERATE,
     ),
     (
         "transformers.generation.continuous_batching.continuous_api:ContinuousMixin.init_continuous_batching",
         "transformers.generation:init_continuous_batching",
-        "schedules requests on each rank alone",
+        "schedules requests on each rank separately",
         "ranks share one scheduler",
     ),
     *(
         (
             f"{_SWITCH}:{name}",
             "hf_megatron.losses.router_losses:row_mean",
-            "takes this rank's rows for all of them",
+            "treats local samples as the full batch",
             _ROUTERS,
         )
         for name in ("load_balancing_loss_func", "router_z_loss_func")
@@ -220,200 +225,205 @@ _ROWS: tuple[tuple[str, ...], ...] = (
     (
         "transformers.training_args:TrainingArguments.__post_init__",
         "transformers.training_arguments:post_init",
-        "reports one process on every rank of a CPU job",
+        "reports a single process on every rank of a CPU job",
         "TrainingArguments joins the job's ranks on CPUs",
     ),
-    (f"{_TRAINER}.__init__", "trainer.trainer:init", "accepts what would train wrong on a split model", _ALWAYS),
+    (
+        f"{_TRAINER}.__init__",
+        "trainer.trainer:init",
+        "accepts settings that train incorrectly on a sharded model",
+        _ALWAYS,
+    ),
     (
         f"{_TRAINER}._build_accelerator_args",
         "trainer.trainer:build_accelerator_args",
-        "knows ranks of its own plans only",
+        "supports only its own plans",
         _RANKS_PER_BATCH,
     ),
     (
         f"{_TRAINER}._has_mixed_mesh_grads",
         "trainer.trainer:has_mixed_mesh_grads",
-        "takes a norm that knows no shards of ours",
+        "uses a norm that ignores these shards",
         _RANKS_PER_BATCH,
     ),
     (
         f"{_TRAINER}._sync_replicated_trainable_parameters",
         "trainer.trainer:sync_replicated_trainable_parameters",
-        "averages gradients that our reduction has averaged",
+        "averages gradients that are averaged already",
         _RANKS_PER_BATCH,
     ),
     (
         f"{_TRAINER}.get_tp_size",
         "trainer.trainer:get_tp_size",
-        "divides by the ranks of a batch what was not summed over them",
+        "divides by model-parallel ranks although the loss was not summed over them",
         _RANKS_PER_BATCH,
     ),
     (
         f"{_TRAINER}.get_total_train_batch_size",
         "trainer.trainer:get_total_train_batch_size",
-        "counts every rank's rows",
+        "counts the samples of every rank",
         _RANKS_PER_BATCH,
     ),
     (
         f"{_TRAINER}.floating_point_ops",
         "trainer.ramp_up:skip_missing_operations",
-        "counts calls that a step does not have",
-        "Trainer grows batches",
+        "assumes a different number of calls per step",
+        "Trainer supports batch-size ramp-up",
     ),
     (
         f"{_TRAINER}.floating_point_ops",
         "trainer.trainer:floating_point_ops",
-        "counts a batch once for each of its ranks",
+        "counts a batch once per model-parallel rank",
         _RANKS_PER_BATCH,
     ),
     (
         f"{_TRAINER}._finalize_training",
         "trainer.trainer:finalize_training",
-        "adds this rank's loss since the last log",
-        "Trainer gathers it as it does for a log",
+        "adds the local loss since the last log",
+        "Trainer gathers it as for a log",
     ),
     (
         f"{_TRAINER}.log",
         "trainer.callbacks.base:log",
-        "tells logs to those it reports to before callbacks can add to them",
-        "Trainer asks callbacks for what they add",
+        "reports logs before callbacks can add to them",
+        "Trainer collects additions of callbacks first",
     ),
     (
         f"{_TRAINER}._inner_training_loop",
         "trainer.callbacks.base:inner_training_loop",
-        "tells no callback that an error ended training",
-        "Trainer tells callbacks",
+        "does not notify callbacks of an error that ended training",
+        "Trainer notifies callbacks",
     ),
     (
         f"{_TRAINER}.get_batch_samples",
         "trainer.ramp_up:take_step_batches",
-        "takes as many batches for every step",
-        "Trainer grows batches",
+        "uses the same number of batches in every step",
+        "Trainer supports batch-size ramp-up",
     ),
     (
         f"{_TRAINER}.get_batch_samples",
         "trainer.padded_batches:get_batch_samples",
-        "trains on rows that fill up the last batch of several ranks",
-        "Accelerate says which rows are repeated",
+        "trains on samples that pad the last batch",
+        "Accelerate reports which samples are repeated",
     ),
     (
         f"{_TRAINER}._track_num_input_tokens",
         "trainer.ramp_up:skip_missing_tokens",
-        "counts tokens of calls that a step does not have",
-        "Trainer grows batches",
+        "counts tokens for a different number of calls per step",
+        "Trainer supports batch-size ramp-up",
     ),
     (
         f"{_TRAINER}._track_num_input_tokens",
         "trainer.padded_batches:track_num_input_tokens",
-        "counts tokens of rows that fill up a batch",
-        "Accelerate says which rows are repeated",
+        "counts the tokens of samples that pad a batch",
+        "Accelerate reports which samples are repeated",
     ),
     (
         f"{_TRAINER}._get_eval_sampler",
         "trainer.ordered_data:get_eval_sampler",
-        "sorts rows by length for one device or all processes",
+        "sorts samples by length for one device or for all processes",
         _RANKS_PER_BATCH,
     ),
     (
         f"{_TRAINER}._get_train_sampler",
         "trainer.ordered_data:get_train_sampler",
-        "sorts rows by length for one device or all processes, and shuffles data that has an order of its own",
-        "Trainer keeps the order of such data, and Accelerate's samplers know of ranks that share rows",
+        "sorts samples by length for one device or for all processes, and shuffles data that defines its own order",
+        "Trainer keeps the order of such data, and Accelerate's samplers support model-parallel groups",
     ),
     (
         f"{_TRAINER}._set_signature_columns_if_needed",
         "trainer.ordered_data:set_signature_columns",
-        "leaves out labels that are shifted already, and shifts the others again",
+        "drops labels that are shifted already, and shifts the others again",
         "Trainer keeps shift_labels",
     ),
     (
         f"{_TRAINER}.call_model_init",
         "trainer.trainer:call_model_init",
-        "makes a model after its Accelerator, and again",
+        "creates a model after its Accelerator, and again later",
         _RANKS_PER_BATCH,
     ),
     (
         "transformers.trainer_seq2seq:Seq2SeqTrainer.prediction_step",
         "trainer.padded_batches:sequence_prediction_step",
-        "keeps the rows that fill up the last batch",
+        "keeps the samples that pad the last batch",
         "Seq2SeqTrainer gathers as Trainer does",
     ),
     *(
         (
             f"{_TRAINER}.{name}",
             f"trainer.uneven_batches:{name.removeprefix('_')}",
-            "pads the rows of each rank for themselves",
-            "Accelerate's loaders collate the rows of all ranks together",
+            "pads the samples of each rank separately",
+            "Accelerate's loaders collate the samples of all ranks together",
         )
         for name in ("evaluation_loop", "_prepare_for_training")
     ),
     (
         f"{_TRAINER}.prediction_step",
         "trainer.pipeline:prediction_step",
-        "sends logits that nobody reads",
-        "Trainer says whether it reads logits",
+        "sends logits that are not read",
+        "Trainer declares whether it reads logits",
     ),
     (
         f"{_TRAINER}.training_step",
         "trainer.ramp_up:skip_missing_call",
-        "makes as many calls in every step",
-        "Trainer grows batches",
+        "makes the same number of calls in every step",
+        "Trainer supports batch-size ramp-up",
         "trainer.ramp_up:counts_samples",
     ),
     (
         f"{_TRAINER}.training_step",
         "trainer.padded_batches:leave_out_empty_batch",
-        "trains on rows that fill up a batch",
-        "Accelerate says which rows are repeated",
+        "trains on samples that pad a batch",
+        "Accelerate reports which samples are repeated",
         "trainer.padded_batches:divides_batches",
     ),
     (
         f"{_TRAINER}.training_step",
         "trainer.pipeline:training_step",
-        "says what the loss is multiplied by afterwards",
-        "Trainer says so before the forward",
+        "multiplies the loss after the forward",
+        "Trainer announces the factor before the forward",
         "trainer.pipeline:is_pipelined",
     ),
     *(
         (f"{_TRAINER}.{name}", f"trainer.checkpoints:{name.removeprefix('_')}", stock, _CHECKPOINTS)
         for name, stock in (
-            ("train", "takes the highest number for the newest complete checkpoint"),
+            ("train", "takes the highest number as the newest complete checkpoint"),
             ("_save_checkpoint", "writes files that a kill leaves half-written"),
-            ("_load_from_checkpoint", "reads whole weights"),
+            ("_load_from_checkpoint", "reads full weights"),
             ("_load_optimizer_and_scheduler", "unpickles the optimizer of one layout"),
             ("_load_scaler", "unpickles the scaler"),
             ("_load_rng_state", "unpickles random states of as many ranks"),
-            ("_load_best_model", "reads whole weights"),
+            ("_load_best_model", "reads full weights"),
         )
     ),
     (
         f"{_TRAINER}._get_dataloader",
         "trainer.ordered_data:get_dataloader",
-        "has one rank read a stream for all",
-        "Accelerate cuts batches of any length",
+        "reads a stream on one rank for all",
+        "Accelerate splits batches of any length",
     ),
     (
         "transformers.trainer:get_last_checkpoint",
         "trainer.resume:get_last_checkpoint",
-        "takes the highest number for the newest complete checkpoint",
+        "takes the highest number as the newest complete checkpoint",
         _CHECKPOINTS,
     ),
     (
         "transformers.trainer:skip_first_batches",
         "trainer.ordered_data:skip_first_batches",
-        "skips as many steps as there were, of the batch size that there is now",
-        "Trainer goes on by samples",
+        "skips the same number of steps, with the current batch size",
+        "Trainer resumes by samples",
     ),
     (
         "transformers.trainer:compare_trainer_and_checkpoint_args",
         "trainer.checkpoints:compare_arguments",
-        "warns of batch sizes that another layout has to have",
+        "warns of batch sizes that another layout requires",
         _CHECKPOINTS,
     ),
-    (f"{_TRAINER}.init_hf_repo", "hub.hooks:init_hf_repo", "every rank makes the repository", _HUB),
-    (f"{_TRAINER}.push_to_hub", "hub.hooks:trainer_push_to_hub", "one rank uploads everything", _HUB),
-    (f"{_TRAINER}._push_from_checkpoint", "hub.hooks:push_from_checkpoint", "one rank uploads everything", _HUB),
-    (f"{_TRAINER}._save", "transformers.model_cards:save", "writes no card with the layout", _ALWAYS),
+    (f"{_TRAINER}.init_hf_repo", "hub.hooks:init_hf_repo", "creates the repository on every rank", _HUB),
+    (f"{_TRAINER}.push_to_hub", "hub.hooks:trainer_push_to_hub", "uploads everything from one rank", _HUB),
+    (f"{_TRAINER}._push_from_checkpoint", "hub.hooks:push_from_checkpoint", "uploads everything from one rank", _HUB),
+    (f"{_TRAINER}._save", "transformers.model_cards:save", "writes a card without the layout", _ALWAYS),
     (
         f"{_TRAINER}.create_model_card",
         "transformers.model_cards:create_model_card",
@@ -426,7 +436,12 @@ _ROWS: tuple[tuple[str, ...], ...] = (
         "writes a card without the layout",
         _ALWAYS,
     ),
-    (f"{_ACCELERATOR}.__init__", "accelerate.accelerator:init", "splits batches over all ranks", _ACCELERATE),
+    (
+        f"{_ACCELERATOR}.__init__",
+        "accelerate.accelerator:init",
+        "splits batches over all ranks, also model-parallel ones",
+        _ACCELERATE,
+    ),
     (
         f"{_ACCELERATOR}.prepare_model",
         "accelerate.accelerator:prepare_model",
@@ -436,130 +451,140 @@ _ROWS: tuple[tuple[str, ...], ...] = (
     (
         f"{_ACCELERATOR}._prepare_tp",
         "accelerate.accelerator:prepare_tp",
-        "puts whole DTensors into the optimizer",
+        "puts full DTensors into the optimizer",
         _ACCELERATE,
     ),
     (
         f"{_ACCELERATOR}.prepare_optimizer",
         "torch.optimizers:prepare_optimizer",
-        "steps on whole parameters",
+        "steps on full parameters",
         _ACCELERATE,
     ),
     (
         f"{_ACCELERATOR}.num_processes",
         "accelerate.accelerator:num_processes",
-        "counts the ranks of a batch each",
+        "counts each model-parallel rank as a replica",
         _ACCELERATE,
     ),
     (
         f"{_ACCELERATOR}.prepare_scheduler",
         "accelerate.accelerator:prepare_scheduler",
-        "steps once for each rank of a batch",
+        "steps once per model-parallel rank",
         _ACCELERATE,
     ),
     (
         f"{_ACCELERATOR}.clip_grad_norm_",
         "accelerate.accelerator:clip_grad_norm_",
-        "clips by the norm of this rank's part",
+        "clips by the norm of the local shard",
         _ACCELERATE,
     ),
-    (f"{_ACCELERATOR}.gather", "accelerate.gathering:gather", "repeats what ranks of one batch hold", _ACCELERATE),
+    (
+        f"{_ACCELERATOR}.gather",
+        "accelerate.gathering:gather",
+        "gathers duplicates from model-parallel ranks",
+        _ACCELERATE,
+    ),
     (
         f"{_ACCELERATOR}.gather_for_metrics",
         "accelerate.gathering:gather_for_metrics",
-        "repeats what ranks of one batch hold",
+        "gathers duplicates from model-parallel ranks",
         _ACCELERATE,
     ),
     (
         f"{_ACCELERATOR}.split_between_processes",
         "accelerate.gathering:split_between_processes",
-        "splits over the ranks of a batch too",
+        "splits over model-parallel ranks too",
         _ACCELERATE,
     ),
-    (f"{_ACCELERATOR}.reduce", "accelerate.gathering:reduce", "counts a batch once for each of its ranks", _ACCELERATE),
+    (
+        f"{_ACCELERATOR}.reduce",
+        "accelerate.gathering:reduce",
+        "counts a batch once per model-parallel rank",
+        _ACCELERATE,
+    ),
     (
         f"{_ACCELERATOR}.check_trigger",
         "accelerate.gathering:check_trigger",
-        "does not ask the other ranks of a batch",
+        "ignores the other model-parallel ranks",
         _ACCELERATE,
     ),
     (f"{_ACCELERATOR}.save_state", "accelerate.checkpoints:save_state", "pickles the state of one layout", _ACCELERATE),
     (f"{_ACCELERATOR}.load_state", "accelerate.checkpoints:load_state", "reads the state of one layout", _ACCELERATE),
-    (f"{_ACCELERATOR}.get_state_dict", "accelerate.accelerator:get_state_dict", "gives this rank's part", _ACCELERATE),
+    (f"{_ACCELERATOR}.get_state_dict", "accelerate.accelerator:get_state_dict", "returns the local shard", _ACCELERATE),
     (
         "accelerate.optimizer:AcceleratedOptimizer.step",
         "torch.optimizers:optimizer_step",
-        "does not know that all ranks skipped a step",
+        "does not report that the step was skipped on every rank",
         _ACCELERATE,
     ),
     (
         "accelerate.data_loader:DataLoaderStateMixin.begin",
         "accelerate.batch_shards:begin",
-        "counts the rows of the dataset, whatever the sampler takes, and of no loader that skips batches",
-        "Accelerate counts what its samplers deal out",
+        "counts the samples of the dataset instead of the sampler, and not for loaders that skip batches",
+        "Accelerate counts the samples that its samplers yield",
     ),
     (
         "accelerate.data_loader:DataLoaderStateMixin.end",
         "accelerate.batch_shards:end",
-        "forgets the loader whose batches Trainer is still collecting",
-        "Accelerate counts what its samplers deal out",
+        "drops the loader while Trainer still collects its batches",
+        "Accelerate counts the samples that its samplers yield",
     ),
     (
         "accelerate.data_loader:DataLoaderDispatcher.__init__",
         "accelerate.data_loaders:make_dispatcher",
-        "deals batches out to ranks of one batch where a loader is made again to skip some",
+        "splits batches over model-parallel ranks if a loader is recreated to skip some",
         _ACCELERATE,
     ),
     (
         "accelerate.data_loader:DataLoaderShard.__iter__",
         "accelerate.data_loaders:iterate",
-        "lets ranks with more batches wait for ever",
+        "hangs ranks with more batches than others",
         "Accelerate stops all ranks together",
     ),
     (
         "torch.autograd:backward",
         "torch.autograd:backward",
-        "leaves gradients that nobody reduces to this rank",
+        "leaves gradients local that are not reduced",
         _ALWAYS,
     ),
     (
         "torch.autograd:_engine_run_backward",
         "torch.autograd:run_backward",
-        "does not see edits in place of split weights",
-        "DTensor's parts count edits in place",
+        "misses in-place edits of sharded weights",
+        "local tensors of DTensors count in-place edits",
     ),
     (
         "torch._tensor:Tensor.register_hook",
         "torch.autograd:register_hook",
-        "shows a hook this rank's gradient times dp_size",
+        "passes the local gradient times dp_size to hooks",
         _ALWAYS,
     ),
     (
         "torch.utils:swap_tensors",
         "torch.autograd:swap_tensors",
-        "forgets the hooks of weights that a cast swaps",
+        "drops the hooks of weights that a cast swaps",
         "torch swaps hooks with their tensors",
     ),
     (
         "torch.amp.grad_scaler:GradScaler._unscale_grads_",
         "torch.optimizers:unscale_grads",
-        "looks for infinities in what this rank holds",
-        "torch's scaler asks the optimizer",
+        "checks only the local shard for infinities",
+        "torch's scaler lets the optimizer check",
     ),
     # Replace `.func`, which these decorated functions call: training loops have already imported them by name.
     *(
         (
             f"torch.nn.utils.clip_grad:{name}.func",
             f"torch.optimizers:{name.removeprefix('_')}",
-            "takes this rank's gradients for all",
-            "torch's norm follows pipelines and gradients that are reduced late",
+            "treats local gradients as complete",
+            "torch's norm supports pipelines and gradients that are reduced late",
         )
         for name in ("clip_grad_norm_", "_get_total_norm", "_clip_grads_with_norm_")
     ),
     (
         "torch.distributed.distributed_c10d:_get_default_timeout",
         "accelerate.process_group:default_timeout",
-        "gives new groups half an hour whatever the job has",
+        "gives new groups a timeout of 30 minutes regardless of the job",
         "torch gives new groups the job's timeout",
     ),
     (
@@ -572,69 +597,74 @@ _ROWS: tuple[tuple[str, ...], ...] = (
         (
             f"transformers.integrations.peft:PeftAdapterMixin.{name}",
             "torch.ddp_check:own_adapters",
-            "saves a model's adapters without asking where they lie",
-            "it is laid out, too",
+            "saves a model's adapters without gathering them",
+            "it is parallelized too",
         )
         for name in ("add_adapter", "load_adapter")
     ),
-    ("peft.peft_model:PeftModel.__init__", "peft.injection:init", "knows no layout", _ALWAYS),
-    ("peft.mixed_model:PeftMixedModel.__init__", "peft.injection:init_mixed", "knows no layout", _ALWAYS),
+    ("peft.peft_model:PeftModel.__init__", "peft.injection:init", "ignores the layout", _ALWAYS),
+    ("peft.mixed_model:PeftMixedModel.__init__", "peft.injection:init_mixed", "ignores the layout", _ALWAYS),
     (
         "peft.peft_model:PeftModel._setup_prompt_encoder",
         "peft.injection:setup_prompt_encoder",
-        "knows no layout",
+        "ignores the layout",
         _ALWAYS,
     ),
-    ("peft.peft_model:PeftModel.get_prompt", "peft.injection:get_prompt", "makes prompts for all heads", _ALWAYS),
+    ("peft.peft_model:PeftModel.get_prompt", "peft.injection:get_prompt", "creates prompts for all heads", _ALWAYS),
     (
         "peft.tuners.tuners_utils:BaseTuner.inject_adapter",
         "peft.injection:inject_adapter",
-        "puts whole adapters beside split layers",
+        "adds full adapters to sharded layers",
         _ALWAYS,
     ),
     (
         "peft.tuners.lora.model:LoraModel._enable_peft_forward_hooks",
         "peft.injection:forward_hooks",
-        "names adapters for rows of a whole batch",
+        "assigns adapters to the samples of a full batch",
         _ALWAYS,
     ),
     (
         "peft.tuners.tuners_utils:BaseTuner._unload_and_optionally_merge",
         "peft.injection:unload",
-        "knows no layout",
+        "ignores the layout",
         _ALWAYS,
     ),
     (
         "peft.tuners.tuners_utils:BaseTuner._cast_adapter_dtype",
         "peft.injection:cast_adapter",
-        "exchanges parameters",
+        "replaces parameters",
         _ALWAYS,
     ),
-    ("peft.tuners.tuners_utils:BaseTuner.merge_adapter", "peft.injection:merge_adapter", "knows no layout", _ALWAYS),
+    ("peft.tuners.tuners_utils:BaseTuner.merge_adapter", "peft.injection:merge_adapter", "ignores the layout", _ALWAYS),
     (
         "peft.peft_model:PeftModel._get_base_model_class",
         "peft.injection:base_model_class",
-        "writes FSDP2's class",
+        "writes FSDP2's class name",
         _ALWAYS,
     ),
     (
         "peft.peft_model:PeftModel.save_pretrained",
         "peft.injection:save_adapter",
-        "every rank writes the files",
+        "writes the files on every rank",
         _ALWAYS,
     ),
-    ("transformers.utils.hub:PushToHubMixin.push_to_hub", "peft.injection:push_adapter", "every rank uploads", _ALWAYS),
+    (
+        "transformers.utils.hub:PushToHubMixin.push_to_hub",
+        "peft.injection:push_adapter",
+        "uploads on every rank",
+        _ALWAYS,
+    ),
     (
         "peft.utils.save_and_load:get_peft_model_state_dict",
         "peft.injection:adapter_state_dict",
-        "gives this rank's part",
+        "returns the local shard",
         _ALWAYS,
     ),
     *(
         (
             f"peft.tuners.{name}.layer:Linear.__init__",
             "peft.injection:linear_init",
-            "takes a linear's weight for [out, in]",
+            "assumes that a linear's weight is [out, in]",
             _ALWAYS,
         )
         for name in ("lora", "ia3")
@@ -642,14 +672,14 @@ _ROWS: tuple[tuple[str, ...], ...] = (
     (
         "peft.tuners.lora.dora:DoraLinearLayer.update_layer",
         "peft.injection:dora_update_layer",
-        "reads what a rank holds",
+        "reads the local shard",
         _ALWAYS,
     ),
     *(
         (
             f"peft.tuners.lora.layer:LoraLayer.{name}_init",
             "peft.injection:from_base",
-            "reads what a rank holds",
+            "reads the local shard",
             _ALWAYS,
         )
         for name in ("pissa", "olora")
@@ -657,21 +687,21 @@ _ROWS: tuple[tuple[str, ...], ...] = (
     (
         "peft.utils.save_and_load:_reshard_dtensor_values_for_load",
         "peft.injection:parts_for_load",
-        "cuts one dim alone, of a strided part",
+        "slices one dim only, of a strided shard",
         _ALWAYS,
     ),
     (
         "peft.tuners.lora.layer:_get_in_out_features",
         "peft.injection:in_out_features",
-        "counts what a rank holds",
+        "counts the local shard",
         _ALWAYS,
     ),
     *(
         (f"trl.trainer.{name.lower()}_trainer:{target}", f"trl.base:{function}", stock, _TRL)
         for name in ("SFT", "DPO", "KTO", "GRPO", "RLOO")
         for target, function, stock in (
-            (f"{name}Trainer.__init__", "init", "takes any model"),
-            ("add_fused_lm_head", "add_fused_lm_head", "reads the whole head's weight"),
+            (f"{name}Trainer.__init__", "init", "accepts any model"),
+            ("add_fused_lm_head", "add_fused_lm_head", "reads the full head's weight"),
             ("create_model_from_path", "create_model_from_path", "loads the reference model whole"),
         )
     ),
@@ -679,10 +709,10 @@ _ROWS: tuple[tuple[str, ...], ...] = (
     (
         "trl.trainer.sft_trainer:_patch_chunked_ce_lm_head",
         "trl.base:patch_chunked_loss",
-        "reads the whole head's weight",
+        "reads the full head's weight",
         "TRL 1.14 is no longer supported",
     ),
-    ("trl.trainer.reward_trainer:RewardTrainer.__init__", "trl.base:init", "takes any model", _TRL),
+    ("trl.trainer.reward_trainer:RewardTrainer.__init__", "trl.base:init", "accepts any model", _TRL),
     (
         "trl.trainer.reward_trainer:create_model_from_path",
         "trl.base:create_model_from_path",
@@ -692,40 +722,40 @@ _ROWS: tuple[tuple[str, ...], ...] = (
     (
         "trl.trainer.sft_trainer:SFTTrainer.prediction_step",
         "trl.base:sft_prediction_step",
-        "takes this rank's mean over tokens",
+        "averages over local tokens",
         _TRL,
     ),
     *(
-        (f"trl.trainer.{name}_trainer:hash_module", "trl.base:hash_module", "hashes this rank's part", _TRL)
+        (f"trl.trainer.{name}_trainer:hash_module", "trl.base:hash_module", "hashes the local shard", _TRL)
         for name in ("dpo", "kto")
     ),
     (
         "trl.trainer.dpo_trainer:DPOTrainer._compute_loss",
         "trl.losses:dpo_loss",
-        "sorts, and averages the tokens of, this rank's rows",
-        "TRL takes these losses over all ranks' rows",
+        "sorts and averages over local samples",
+        "TRL computes these losses over the samples of all ranks",
     ),
     (
         "trl.trainer.kto_trainer:KTOTrainer._compute_loss",
         "trl.losses:kto_loss",
-        "takes this rank's router loss in evaluation",
-        "TRL takes router losses over all ranks",
+        "reports the local router loss in evaluation",
+        "TRL averages router losses over all ranks",
     ),
     (
         "trl.trainer.kto_trainer:KTOTrainer._prepare_dataset",
         "trl.losses:kto_prepare_dataset",
-        "pairs rows within this rank's batch",
-        "TRL pairs rows within the batch of all ranks",
+        "pairs samples within the local batch",
+        "TRL pairs samples within the global batch",
     ),
     *(
         (f"trl.experimental.{name}.{name}_trainer:{name.upper()}Trainer.{method}", function, stock, until)
         for name in ("orpo", "cpo")
         for method, function, stock, until in (
-            ("__init__", "trl.base:init", "takes any model", _TRL),
+            ("__init__", "trl.base:init", "accepts any model", _TRL),
             (
                 "concatenated_forward",
                 f"trl.losses:{name}_forward",
-                "takes this rank's mean over tokens",
+                "averages over local tokens",
                 "TRL counts tokens over ranks",
             ),
         )
@@ -763,7 +793,7 @@ _ROWS: tuple[tuple[str, ...], ...] = (
             (
                 "trainer:{}Trainer._compute_loss",
                 "trl.online:compute_global_loss",
-                "takes this rank's mean over tokens",
+                "averages over local tokens",
             ),
             (
                 "trainer:{}Trainer._calculate_rewards",
@@ -772,12 +802,17 @@ _ROWS: tuple[tuple[str, ...], ...] = (
             ),
         )
     ),
-    (f"{_ACCELERATOR}.process_index", "trl.online:process_index", "counts the ranks of a batch each", _RANKS_PER_BATCH),
+    (
+        f"{_ACCELERATOR}.process_index",
+        "trl.online:process_index",
+        "counts each model-parallel rank as a replica",
+        _RANKS_PER_BATCH,
+    ),
     *(
         (
             f"accelerate.utils.operations:{name}",
             f"accelerate.gather_functions:{function}",
-            "repeats what ranks of one batch hold",
+            "gathers duplicates from model-parallel ranks",
             _ACCELERATE,
         )
         for name, function in (("_gpu_gather", "gather_by_name"), ("_gpu_gather_object", "gather_object_by_name"))
@@ -785,26 +820,26 @@ _ROWS: tuple[tuple[str, ...], ...] = (
     (
         "trl.experimental.gkd.gkd_trainer:GKDTrainer.__init__",
         "trl.distillation:gkd_init",
-        "loads the teacher whole",
+        "loads the full teacher on every rank",
         _TRL,
     ),
     (
         "trl.experimental.gkd.gkd_trainer:GKDTrainer.compute_loss",
         "trl.distillation:gkd_compute_loss",
-        "reads the logits of two models, and divides by all ranks' tokens and again by the ranks",
+        "reads the full logits of two models, and divides by all ranks' tokens and again by the number of ranks",
         _TRL,
     ),
     (
         "trl.experimental.gkd.gkd_trainer:GKDTrainer.training_step",
         "trl.distillation:gkd_training_step",
-        "draws whether to generate on each rank",
+        "decides on each rank separately whether to generate",
         _RANKS_PER_BATCH,
     ),
     *(
         (f"trl.trainer.distillation_trainer:{target}", function, stock, _TRL)
         for target, function, stock in (
-            ("DistillationTrainer.__init__", "trl.base:init", "takes any model"),
-            ("create_model_from_path", "trl.base:create_model_from_path", "loads the teacher whole"),
+            ("DistillationTrainer.__init__", "trl.base:init", "accepts any model"),
+            ("create_model_from_path", "trl.base:create_model_from_path", "loads the full teacher on every rank"),
             (
                 "DistillationTrainer.compute_loss",
                 "trl.distillation:distillation_compute_loss",
@@ -816,7 +851,7 @@ _ROWS: tuple[tuple[str, ...], ...] = (
         (
             f"sentence_transformers.{name}:get_rank",
             "sentence_transformers:get_rank",
-            "counts the ranks of a batch each",
+            "counts each model-parallel rank as a replica",
             _RANKS_PER_BATCH,
         )
         for name in ("util.distributed", *_EMBEDDING_LOSSES)
@@ -824,7 +859,7 @@ _ROWS: tuple[tuple[str, ...], ...] = (
     (
         "sentence_transformers.util.distributed:all_gather",
         "sentence_transformers:gather_embeddings",
-        "repeats what ranks of one batch hold",
+        "gathers duplicates from model-parallel ranks",
         _RANKS_PER_BATCH,
     ),
     (
@@ -836,26 +871,26 @@ _ROWS: tuple[tuple[str, ...], ...] = (
     (
         "sentence_transformers.base.trainer:distributed_evaluation",
         "sentence_transformers:distributed_evaluation",
-        "deals sentences out to ranks that hold parts of one model",
+        "splits sentences over model-parallel ranks",
         _RANKS_PER_BATCH,
     ),
     ("sentence_transformers.base.model:BaseModel.save", "sentence_transformers:save", "saves on one rank", _LAYOUTS),
     (
         "sentence_transformers.base.trainer:BaseTrainer._load_from_checkpoint",
         "sentence_transformers:load_trained",
-        "reads whole weights",
+        "reads full weights",
         _CHECKPOINTS,
     ),
     (
         "sentence_transformers.base.trainer:BaseTrainer._build_dataloader",
         "sentence_transformers:build_dataloader",
-        "draws batches for each rank by itself",
+        "draws batches on each rank separately",
         _RANKS_PER_BATCH,
     ),
     (
         "sentence_transformers.base.trainer:BaseTrainer.get_train_dataloader",
         "sentence_transformers:get_train_dataloader",
-        "deals whole batches out to the ranks",
+        "distributes complete batches to the ranks",
         _RANKS_PER_BATCH,
     ),
 )
