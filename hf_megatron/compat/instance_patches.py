@@ -38,7 +38,7 @@ INSTANCE_PATCHES: Mapping[str, InstancePatch] = {
     ),
     "forward": InstancePatch(
         "runs every layer locally (pipelines); reads the full head's weight (TRL's per-token log-probabilities)",
-        "transformers runs pipelines with a loss inside forward; TRL reads per-token log-probabilities through the model",
+        "transformers runs pipelines with a loss inside forward; TRL reads log-probabilities through the model",
     ),
     "_deepstack_process": InstancePatch(
         "reads full hidden states where layers have a shard of the sequence",
