@@ -225,12 +225,14 @@ def events_of_a_layer(tiny_model, recompute):
     model = tiny_model.load(megatron_config=layout).train()
     batch = {name: value[:1] for name, value in tiny_model.batches[0].items()}
     model(**batch).loss.backward()
-    events = []
+    # Exchanges are kept, so that no two have the same identity.
+    events, kept = [], []
     post, wait = all_to_all._Exchange.post, all_to_all._Exchange.wait
 
     def noting(name, function):
         def noted(self, *args):
             events.append((name, id(self)))
+            kept.append(self)
             return function(self, *args)
 
         return noted
@@ -267,9 +269,9 @@ def test_shared_experts_are_computed_while_rows_travel(with_shared_experts, reco
         found = []
         for place, (kind, _) in enumerate(events):
             if kind == name:
-                # Keys are identities, which later exchanges may get again: each wait ends one post.
-                kinds = [event for event, _ in events[:place]]
-                found.append(kinds.count("post") - kinds.count("wait"))
+                posted = {key for event, key in events[:place] if event == "post"}
+                waited = {key for event, key in events[:place] if event == "wait"}
+                found.append(len(posted - waited))
         return found
 
     for forward, backward in run_ranks(events_of_a_layer, 2, with_shared_experts, recompute):
