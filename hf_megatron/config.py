@@ -232,6 +232,10 @@ class MegatronConfig:
     seed: int = 0
     timeout: float = 1800.0
 
+    def __new__(cls, *args: Any, **kwargs: Any) -> "MegatronConfig":
+        cls._reject_unknown(kwargs)
+        return super().__new__(cls)
+
     def __post_init__(self) -> None:
         for names, is_valid, expected in _FIELD_CHECKS:
             for name in names:
@@ -327,14 +331,23 @@ class MegatronConfig:
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "MegatronConfig":
         """Creates a config from a mapping of field names; an unknown field raises `ConfigError` with close matches."""
+        cls._reject_unknown(values)
+        return cls(**values)
+
+    @classmethod
+    def _reject_unknown(cls, values: Mapping[str, Any]) -> None:
         known = [field.name for field in dataclasses.fields(cls)]
         for name in values:
-            if name not in known:
-                near = difflib.get_close_matches(str(name), known, n=3) or known
+            if name in known:
+                continue
+            if "compute_environment" in values or "distributed_type" in values:
                 raise ConfigError(
-                    f"MegatronConfig has no field {name!r} (value {values[name]!r}); valid: {', '.join(near)}."
+                    "megatron_config is an Accelerate config file. Pass it to accelerate launch --config_file, and "
+                    "leave megatron_config out or use hf_megatron.config_from_environment()."
                 )
-        return cls(**values)
+            near = difflib.get_close_matches(str(name), known, n=3)
+            hint = f"did you mean {' or '.join(near)}?" if near else f"valid: {', '.join(known)}."
+            raise ConfigError(f"MegatronConfig has no field {name!r} (value {values[name]!r}); {hint}")
 
     @classmethod
     def from_saved(cls, values: Mapping[str, Any]) -> "MegatronConfig":
@@ -362,14 +375,18 @@ class MegatronConfig:
     @classmethod
     def from_megatron_args(cls, arguments: Mapping[str, Any]) -> "MegatronConfig":
         """Creates a config from Megatron-LM's argument names, with or without dashes (`--sequence-parallel`)."""
+        if not isinstance(arguments, Mapping):
+            raise ConfigError(
+                f"from_megatron_args takes a mapping of argument names to values, got {type(arguments).__name__}."
+            )
         values = {}
         for name, value in arguments.items():
             key = name.lstrip("-").replace("-", "_")
             if key not in MEGATRON_ARGUMENTS:
-                near = difflib.get_close_matches(key, MEGATRON_ARGUMENTS, n=3) or list(MEGATRON_ARGUMENTS)
+                near = difflib.get_close_matches(key, MEGATRON_ARGUMENTS, n=3)
+                hint = f"did you mean {' or '.join(near)}?" if near else f"valid: {', '.join(MEGATRON_ARGUMENTS)}."
                 raise ConfigError(
-                    f"Megatron argument {name!r} (value {value!r}) has no equivalent in MegatronConfig; valid: "
-                    f"{', '.join(near)}."
+                    f"Megatron argument {name!r} (value {value!r}) has no equivalent in MegatronConfig; {hint}"
                 )
             if key == "use_distributed_optimizer":
                 if value not in (False, True):
@@ -445,7 +462,8 @@ def validate_world_size(config: MegatronConfig, world_size: int) -> int:
     dp_size = world_size // replica
     if config.dp_size not in (None, dp_size):
         raise ConfigError(
-            f"MegatronConfig.dp_size = {config.dp_size}: {world_size} ranks / {replica} leave dp_size = {dp_size}."
+            f"MegatronConfig.dp_size = {config.dp_size}: {world_size} ranks / {replica} leave dp_size = {dp_size}. "
+            f"Leave dp_size out, or start {replica * config.dp_size} ranks."
         )
     if dp_size % config.dp_replicate_size:
         raise ConfigError(

@@ -72,11 +72,13 @@ class DataParallelEngine(Protocol):
     """Engine that reduces a model's gradients over the data-parallel ranks; see `data_parallel/engine.py`.
 
     Attributes:
+        parameters (`ModelParameters`): the model's parameters and their shardings.
         callbacks (`StepCallbacks`): functions called around optimizer steps.
         step_status (`StepStatus`): gradient checks of the current step, and skipped steps.
         is_rerunning: whether a step is being recomputed, which must leave no gradients.
     """
 
+    parameters: Any
     callbacks: Any
     step_status: Any
     reducer: Any

@@ -254,8 +254,8 @@ class ShardedOptimizer:
         # `args[0]` is the optimizer itself.
         if any(value is not None for value in (*args[1:], kwargs.get("closure"))):
             raise UnsupportedError(
-                f"{type(optimizer).__name__}.step(closure) is not supported on a parallelized model. Call step() "
-                "without a closure."
+                f"{type(optimizer).__name__}.step(closure) is not supported on a parallelized model: the gradients are "
+                "reduced before the step. Compute loss and gradients first, then call step() without a closure."
             )
         engine = self.engine
         engine.check_before_step()
@@ -432,6 +432,8 @@ def prepare_optimizer(optimizer: torch.optim.Optimizer, *, elementwise: bool = F
         UnsupportedError: if the class needs full parameters (Adafactor, Muon, LBFGS, block-wise 8-bit) or is unknown.
         ConfigError: if the optimizer holds parameters of several models, or has stepped already.
     """
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise ConfigError(f"prepare_optimizer takes a torch.optim.Optimizer, got {type(optimizer).__name__}.")
     if sharded(optimizer) is not None:
         return optimizer
     engines = [get_engine(p) for p in _parameters(optimizer)]

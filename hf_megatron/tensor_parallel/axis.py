@@ -173,7 +173,9 @@ def install(model: Any, state: ParallelState) -> None:
     mesh, config = state.mesh, state.config
     # Hooks with ids from here on belong to this library; users' hooks come later.
     first_hook = RemovableHandle.next_id
-    check = ParameterCheck(state.shardings)
+    engine = state.data_parallel
+    assert engine is not None
+    check = ParameterCheck(state.shardings, lambda: engine.parameters.marked)
     check.check(model)
     check.install(state.hooks)
     # Shared state for replicated activations, local state for sharded ones.

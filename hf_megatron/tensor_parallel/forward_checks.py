@@ -1,6 +1,6 @@
 """Checks around a model's forward: every parameter has a sharding, and no output is requested that is sharded."""
 
-from collections.abc import Container, Mapping
+from collections.abc import Callable, Container, Mapping
 from typing import Any
 
 from torch import nn
@@ -13,21 +13,26 @@ from ..errors import PlanError, UnsupportedError
 
 
 class ParameterCheck:
-    """Checks that every parameter is sharded and loaded: after loading, and again in the first training forward."""
+    """Checks that every parameter is sharded and loaded: after loading, and in training whenever parameters changed.
 
-    def __init__(self, expected_names: Container[str]):
-        self.expected_names = expected_names
-        self.done = False
+    Args:
+        expected_names: names of the parameters that have a sharding.
+        current (`Callable`): returns the list of the model's parameters; another list object after a change.
+    """
+
+    def __init__(self, expected_names: Container[str], current: Callable[[], Any]):
+        self.expected_names, self.current = expected_names, current
+        self._checked: Any = None
 
     def install(self, hooks: ForwardHooks) -> None:
         """Registers the check in a model's table of hooks."""
         hooks.add("parameters", self._enter)
 
     def _enter(self, model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-        # Once only: parameters are not expected to appear later.
-        if model.training and not self.done:
+        # Walking the model in every forward would be slow; the engine makes another list when parameters changed.
+        if model.training and (parameters := self.current()) is not self._checked:
             self.check(model)
-            self.done = True
+            self._checked = parameters
 
     def check(self, model: nn.Module) -> None:
         """Raises `PlanError` for a parameter without a sharding, or one that was not loaded as planned."""

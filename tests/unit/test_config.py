@@ -52,6 +52,16 @@ def test_partitions(value):
     assert config.pipeline_partition == (5, 3) and MegatronConfig.from_dict(config.to_dict()) == config
 
 
+def test_an_unknown_field_has_a_suggestion_wherever_it_is_given():
+    for create in (MegatronConfig.from_dict, lambda fields: MegatronConfig(**fields)):
+        with pytest.raises(ConfigError, match=r"no field 'tpsize' \(value 2\); did you mean .*tp_size"):
+            create({"tpsize": 2})
+    with pytest.raises(ConfigError, match="accelerate launch --config_file"):
+        MegatronConfig.from_dict({"compute_environment": "LOCAL_MACHINE", "distributed_type": "MEGATRON_LM"})
+    with pytest.raises(ConfigError, match="takes a mapping"):
+        MegatronConfig.from_megatron_args(["--tensor-model-parallel-size", "2"])
+
+
 def test_unknown_megatron_argument_and_type():
     with pytest.raises(ConfigError, match="tensor_model_parallel_size"):
         MegatronConfig.from_megatron_args({"tensor-model-parallel": 2})

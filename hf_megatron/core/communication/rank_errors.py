@@ -70,7 +70,8 @@ def raise_on_all_ranks(error: BaseException | None, group: ProcessGroup | None, 
     failed = [rank for rank, other in enumerate(texts) if other is not None]
     if not failed:
         return
-    also = f" (ranks {', '.join(map(str, failed[1:]))} failed too)" if failed[1:] else ""
+    others = f"rank{'s' if failed[2:] else ''} {', '.join(map(str, failed[1:]))}"
+    also = f" ({others} failed too)" if failed[1:] else ""
     raise CheckpointError(f"{doing} failed on rank {failed[0]}: {texts[failed[0]]}{also}") from error
 
 

@@ -200,6 +200,8 @@ def _load(original: Callable, cls: Any, layout: MegatronConfig, path: Any, /, *a
         arguments = {**kwargs, **source.arguments, "output_loading_info": True}
         if layout.is_parallel:
             arguments = {"weights_only": True, **arguments, "distributed_config": LoadRequest(layout, quantizer)}
+            # Mismatched shapes are reported by `check_loaded` with their names, on all ranks.
+            arguments["ignore_mismatched_sizes"] = True
         with quiet_loading() if dist.is_initialized() and dist.get_rank() else contextlib.nullcontext():
             # Steps 3 to 5 run inside.
             model, info = original(cls, source.path, *args, **arguments)

@@ -156,6 +156,25 @@ def test_refused(tiny, change, text, match):
     run_ranks(on_rank, 2)
 
 
+def test_a_module_added_between_steps_is_refused(tiny):
+    """The parameters of a new optimizer are looked at again."""
+
+    def on_rank():
+        model = AutoModelForCausalLM.from_pretrained(tiny, megatron_config=layout("tp2")).train()
+
+        def step():
+            optimizer = prepare_optimizer(torch.optim.AdamW(model.parameters()))
+            model(**batch(0)).loss.backward()
+            optimizer.step()
+
+        step()
+        add_a_value_head(model)
+        with pytest.raises(MegatronError, match="value_head.weight was added after the model was parallelized"):
+            step()
+
+    run_ranks(on_rank, 2)
+
+
 @pytest.mark.parametrize("change", [remove_the_last_layer, remove_the_first_layer])
 @pytest.mark.parametrize("text", ["tp2", "dp2"])
 def test_layers_are_removed(tiny, change, text):

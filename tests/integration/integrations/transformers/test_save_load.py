@@ -49,6 +49,20 @@ def test_merged_save_is_bit_equal(stories, tmp_path, config):
     assert LlamaForCausalLM.from_pretrained(tmp_path).num_parameters() == 260_032
 
 
+def test_a_weight_of_another_shape_is_named(stories, tmp_path):
+    folder = tmp_path / "mis-shaped"
+    shutil.copytree(stories, folder)
+    weights = load_file(folder / "model.safetensors")
+    weights["model.norm.weight"] = torch.ones(7)
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+
+    def on_rank():
+        with pytest.raises(CheckpointError, match=r"1 mis-shaped \(model.norm.weight: file \(7,\), model"):
+            AutoModelForCausalLM.from_pretrained(folder, megatron_config=TP2)
+
+    run_ranks(on_rank, 2)
+
+
 def _save_with_a_shared_mlp(source, target, config):
     model = AutoModelForCausalLM.from_pretrained(source, megatron_config=config)
     # Of the last stage, on a pipeline.
