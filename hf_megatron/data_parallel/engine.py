@@ -58,6 +58,8 @@ class DataParallel(Shared):
 
     def __init__(self, model: nn.Module, state: ParallelState):
         self.model, self.state = model, state
+        # Read in every forward and backward: the property walks all shardings.
+        self._splits_weights = state.splits_weights
         self.parameters = ModelParameters(model, state)
         self.reducer: GradientReducer | None = None
         self.callbacks = StepCallbacks()
@@ -242,7 +244,7 @@ class DataParallel(Shared):
     @leave_uncompiled
     def sync_user_edits(self) -> None:
         """Informs autograd about weights that were edited in place; called before a forward or backward."""
-        if self.state.splits_weights and self._fsdp is None:
+        if self._splits_weights and self._fsdp is None:
             self._part_versions.follow(self.parameters.marked)
 
     def unedited(self) -> Callable[[], None]:

@@ -120,24 +120,27 @@ class GradAccess(Shared):
         gradient, proxy = parameter.grad, self._proxies[id(parameter)]
         return id(parameter) in self._held or gradient is None or (gradient is proxy and proxy.part is None)
 
-    @torch.no_grad()
-    def take_accumulated(self, parameter: Tensor) -> Tensor:
-        """Takes what autograd accumulated, of any shape, out of `.grad`."""
+    def take_accumulated(self, parameter: Tensor, bucket: Bucket, index: int) -> Tensor:
+        """Takes what autograd accumulated, of any shape, out of `.grad`, which shows the proxy afterwards.
+
+        Args:
+            bucket, index: the bucket of the parameter, and its slot.
+        """
+        key = id(parameter)
         # A gradient that autograd added to the proxy in `.grad`.
-        gradient = self._proxies[id(parameter)].copy_local_shard()
-        if gradient is not None:
-            return gradient
-        gradient = parameter.grad
-        assert gradient is not None
-        if id(parameter) in self._detached:
-            # The first gradient of a backward that took the proxies out of `.grad`.
-            self._detached.remove(id(parameter))
-            return gradient
-        bucket, index = self.reducer.slot(id(parameter))
-        if index in bucket.written or index in bucket.used:
-            # The loop removed the earlier gradient from `.grad` after the forward began.
-            bucket.discard_slots({index}, keep=self.reducer.keep_grad_buffer)
-        self._renew(parameter)
+        gradient = self._proxies[key].copy_local_shard()
+        if gradient is None:
+            gradient = parameter.grad
+            assert gradient is not None
+            if key in self._detached:
+                # The first gradient of a backward that took the proxies out of `.grad`.
+                self._detached.remove(key)
+            else:
+                if index in bucket.written or index in bucket.used:
+                    # The loop removed the earlier gradient from `.grad` after the forward began.
+                    bucket.discard_slots({index}, keep=self.reducer.keep_grad_buffer)
+                self._renew(parameter)
+        parameter.grad = self._proxies[key]
         return gradient
 
     @contextmanager

@@ -189,7 +189,7 @@ class GradientReducer(Shared):
                     "schedule. Modules that a stage calls twice need gradient checkpointing with use_reentrant=False."
                 )
             self.finish()
-        gradient = self.access.take_accumulated(parameter)
+        gradient = self.access.take_accumulated(parameter, bucket, slot_idx)
         if gradient.requires_grad:
             raise UnsupportedError(
                 f"backward(create_graph=True) is not supported with dp_size > 1 or fp32 main params: the gradient of "
@@ -199,7 +199,6 @@ class GradientReducer(Shared):
         factor, add = 1 / bucket.sharing.divisor, slot_idx in bucket.written
         bucket.slots[slot_idx].scatter_into(bucket.open_buffer(), local_tensor(gradient), factor=factor, add=add)
         bucket.written.add(slot_idx)
-        self.access.show(bucket, [slot_idx])
         if not self.synchronize:
             return
         self._pending = True
@@ -316,7 +315,9 @@ class GradientReducer(Shared):
 
     def gradient(self, parameter: Tensor) -> Tensor | None:
         """Returns this rank's shard `[entries]` of a parameter's reduced gradient; call `finish()` first."""
-        bucket, slot_idx = self.slot(id(parameter))
+        # Without a call of `slot`: optimizers ask for every parameter.
+        bucket_idx, slot_idx = self._places[id(parameter)]
+        bucket = self.buckets[bucket_idx]
         if bucket.shard is None or slot_idx not in bucket.used:
             return None
         return bucket.slots[slot_idx].own_columns(bucket.shard, bucket.sharing.shard_size, bucket.sharing.shard_rank)
