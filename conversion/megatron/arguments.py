@@ -200,42 +200,50 @@ def _left_out(expected: Mapping[str, Any]) -> set[str]:
     return left_out
 
 
-def _agrees(name: str, given: Any, wanted: Any, found: Mapping[str, Any], expected: Mapping[str, Any]) -> bool:
-    if name == "num_query_groups" and found.get("group_query_attention") is False:
+def _agrees(
+    name: str, actual: Any, expected_value: Any, arguments: Mapping[str, Any], expected: Mapping[str, Any]
+) -> bool:
+    if name == "num_query_groups" and arguments.get("group_query_attention") is False:
         # Megatron-LM ignores its default of one group in this case.
-        given = expected.get("num_attention_heads")
-    if name == "num_experts" and given in (0, [1]):
+        actual = expected.get("num_attention_heads")
+    if name == "num_experts" and actual in (0, [1]):
         # Other versions describe a dense model this way.
-        given = None
-    if name == "vocab_size" and type(given) is int:
+        actual = None
+    if name == "vocab_size" and type(actual) is int:
         # The config may include tokens added by the tokenizer; a smaller vocabulary would cut off trained rows.
-        return given <= wanted
-    if name == "position_embedding_type" and expected["multi_latent_attention"] and given in _ROTARY:
+        return actual <= expected_value
+    if name == "position_embedding_type" and expected["multi_latent_attention"] and actual in _ROTARY:
         # With multi-latent attention, `rope_type` holds the type instead.
-        given = "rope"
-    if name == "rope_type" and given == "yarn" and found.get("rotary_scaling_factor") == 1:
-        given = "rope"
-    if name == "openai_gelu" and given is False:
+        actual = "rope"
+    if name == "rope_type" and actual == "yarn" and arguments.get("rotary_scaling_factor") == 1:
+        actual = "rope"
+    if name == "openai_gelu" and actual is False:
         # The fused activation is the same approximation (fusions/fused_bias_gelu.py).
         return True
     if name == "hybrid_override_pattern":
-        given = found.get("hybrid_layer_pattern") if given is None else given
+        actual = arguments.get("hybrid_layer_pattern") if actual is None else actual
         # Bars separate pipeline stages, and MTP layers follow a slash.
-        given = given.partition("/")[0].replace("|", "") if isinstance(given, str) else given
-        return given == wanted or (given is None and _mixers_alone(wanted))
+        actual = actual.partition("/")[0].replace("|", "") if isinstance(actual, str) else actual
+        return actual == expected_value or (actual is None and _mixers_alone(expected_value))
     if name == "softmax_scale":
-        own = expected.get("kv_channels")
-        given, wanted = (own**-0.5 if value is None and own else value for value in (given, wanted))
-    if name == "window_size" and isinstance(given, (list, tuple)) and given[:1] in ([-1], (-1,)):
-        given = None
+        head_dim = expected.get("kv_channels")
+        actual, expected_value = (
+            head_dim**-0.5 if value is None and head_dim else value for value in (actual, expected_value)
+        )
+    if name == "window_size" and isinstance(actual, (list, tuple)) and actual[:1] in ([-1], (-1,)):
+        actual = None
     if name in ("moe_layer_freq", "window_attn_skip_freq"):
-        given, wanted = (_by_layer(name, value, expected.get("num_layers")) for value in (given, wanted))
-    if isinstance(wanted, (int, float)) and isinstance(given, (int, float)):
-        return isinstance(given, bool) is isinstance(wanted, bool) and abs(given - wanted) <= 1e-6 * abs(wanted)
-    if isinstance(wanted, (list, tuple)):
+        actual, expected_value = (
+            _by_layer(name, value, expected.get("num_layers")) for value in (actual, expected_value)
+        )
+    if isinstance(expected_value, (int, float)) and isinstance(actual, (int, float)):
+        return isinstance(actual, bool) is isinstance(expected_value, bool) and abs(
+            actual - expected_value
+        ) <= 1e-6 * abs(expected_value)
+    if isinstance(expected_value, (list, tuple)):
         # A string is a pattern in Python syntax, which is not evaluated.
-        return isinstance(given, str) or (isinstance(given, (list, tuple)) and list(given) == list(wanted))
-    return type(given) is type(wanted) and bool(given == wanted)
+        return isinstance(actual, str) or (isinstance(actual, (list, tuple)) and list(actual) == list(expected_value))
+    return type(actual) is type(expected_value) and bool(actual == expected_value)
 
 
 def _mixers_alone(pattern: Any) -> bool:

@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 from .versions import CHECKED
 
 F = TypeVar("F", bound=Callable[..., Any])
-_MARK, _LAST = "_hf_megatron_works_on_parts", "_hf_megatron_comes_last"
+_MARK, _LAST = "_hf_megatron_shard_safe", "_hf_megatron_runs_last"
 
 
 def shard_safe(function: F) -> F:

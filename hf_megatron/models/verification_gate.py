@@ -106,15 +106,15 @@ def why_unverified(model: Any, config: MegatronConfig, state: PlannedModel, desc
     lines, name, model_type = [], type(model).__name__, model.config.model_type
     for kind in layout_kinds(config):
         features = features_on(kind, description, state)
-        found = differences(name, model_type, kind, features, _base_prefix(model))
+        mismatches = differences(name, model_type, kind, features, _base_prefix(model))
         if (worst := failed(name, model_type, config, kind, features)) is not None:
             lines.append(f"{kind}: the parity check failed on the same number of ranks ({worst})")
-        elif found is None:
+        elif mismatches is None:
             lines.append(f"{kind}: no parity result is recorded for {name}")
-        elif found:
-            further = f"\n    and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
+        elif mismatches:
+            further = f"\n    and {len(mismatches) - _SHOWN} more" if len(mismatches) > _SHOWN else ""
             lines.append(
-                f"{kind}: it differs from every verified {name} in\n    " + "\n    ".join(found[:_SHOWN]) + further
+                f"{kind}: it differs from every verified {name} in\n    " + "\n    ".join(mismatches[:_SHOWN]) + further
             )
     return lines
 

@@ -302,10 +302,10 @@ def _modalities(tiny_model: TinyModel | None) -> dict[str, Any]:
 
 
 def _parity_row(comparison: Judgement, tiny_model: TinyModel) -> dict[str, Any]:
-    found: dict[str, Any] = {"passed": comparison.passed, "worst": str(comparison.worst)}
+    row: dict[str, Any] = {"passed": comparison.passed, "worst": str(comparison.worst)}
     if reasons := without_gradient(tiny_model.config, tiny_model.modalities):
-        found["no_gradient"] = sorted(reasons.values())
-    return found if comparison.passed else found | {"details": comparison.report()}
+        row["no_gradient"] = sorted(reasons.values())
+    return row if comparison.passed else row | {"details": comparison.report()}
 
 
 def _has_experts(tiny_model: TinyModel) -> bool:

@@ -218,7 +218,7 @@ class _OwnRows:
             batch = _taken(batch, places, len(samples))
             batch.update({name: local_samples[name] for name in modalities if name in local_samples})
             return batch
-        # After concatenation, repeated samples could not be told apart from others.
+        # After concatenation, repeated samples could not be distinguished from others.
         local_samples = samples[first : first + self.size]
         return self.collate(local_samples) if local_samples else mask_all_targets(self.collate(samples[:1]))
 
