@@ -52,11 +52,13 @@ class Pipeline(Protocol):
     """Pipeline of a model whose layers are split over ranks; see `pipeline_parallel/pipeline.py`.
 
     Attributes:
+        runner (`StageRunner`): runs this rank's stages.
         loss_scale (`LossScale`): expected gradient of the next loss.
         recorder (`SpanRecorder`, *optional*): measures the actions of this rank.
         wants_logits (`bool`): whether evaluation returns logits.
     """
 
+    runner: Any
     loss_scale: Any
     recorder: Any
     wants_logits: bool

@@ -68,7 +68,7 @@ class FakeWorld:
                 if buffer is not None:
                     module._buffers[name] = self.mode.from_tensor(buffer)
         state = parallel_state(model)
-        transport = getattr(None if state is None else state.pipeline, "transport", None)
+        transport = None if state is None or state.pipeline is None else state.pipeline.runner.transport
         if transport is not None:
             transport.learn = functools.partial(_shapes_received, model)
         # Next-token losses are computed by this library's own function and need no patch.
