@@ -102,6 +102,6 @@ def test_the_page_names_the_types_that_were_compared_with_audio():
         if row["passed"] and "audio" in row.get("modalities", ()):
             compared.setdefault(row["model_type"], set()).add(row["layout"])
     page = (ROOT / "docs" / "images.md").read_text(encoding="utf-8")
-    stated = page.partition("Sounds were compared")[2].partition("\n\n")[0]
+    stated = page.partition("Audio was compared")[2].partition("\n\n")[0]
     named = set(stated.split("`")[1::2])
     assert named == {name for name, layouts in compared.items() if layouts >= {"tp", "tp+sp", "pp"}} and named
