@@ -49,7 +49,7 @@ def test_clips_of_unequal_lengths_and_labels_that_are_not_shifted():
 
 
 def heads_of_all_ranks():
-    attention_heads.LocalConfig.__getattr__ = lambda self, name: getattr(vars(self)["_unsharded"], name)
+    attention_heads.LocalConfig.__getattr__ = lambda self, name: getattr(vars(self)["_config"], name)
 
 
 def test_heads_of_a_config_are_this_ranks():
