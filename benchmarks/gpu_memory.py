@@ -19,11 +19,12 @@ from importlib import metadata
 from pathlib import Path
 
 import torch
+from measured_step import measure_step
 from transformers import LlamaConfig
 from transformers.utils import logging
 
 from hf_megatron import MegatronConfig
-from hf_megatron.planner.predicted_step import dry_run, measured_run
+from hf_megatron.planner.predicted_step import dry_run
 
 GIB = 2**30
 
@@ -131,7 +132,7 @@ def compare(layout, dtype, device):
     model, (rows, tokens) = MEASURED[device]
     batch = {"batch_size": rows, "sequence_length": tokens, "dtype": dtype}
     [predicted] = dry_run(model, MegatronConfig(**layout), [0], 2, as_gloo=device == "cpu", **batch)
-    measured = measured_run(model, MegatronConfig(**layout), 2, device=device, **batch)[0]
+    measured = measure_step(model, MegatronConfig(**layout), 2, device=device, **batch)[0]
     kept = {name: size for name, size in predicted.kept.items() if name in measured.kept}
     return {
         "kept_predicted": kept,

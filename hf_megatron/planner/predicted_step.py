@@ -4,17 +4,13 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
 
-from ..compat.torch_dtensor import local_tensor
-from ..compat.torch_memory import allocated_bytes, storage_key
 from ..config import MegatronConfig
-from ..core.fork_harness import run_ranks
 from ..core.off_stage import local_named_parameters
 from ..data_parallel.distributed_optimizer import prepare_optimizer
 from ..diagnostics.allocation_tracker import AllocationTracker
@@ -119,7 +115,7 @@ def step_figures(
         make_tracker (`Callable`, *optional*): creates the tracker of a model's steps.
         watching (`Callable`, *optional*): creates a context around the last step from its tracker.
     """
-    model, optimizer = _model_and_optimizer(config, layout, sizes.dtype, adapt, world.mode)
+    model, optimizer = build_model_and_optimizer(config, layout, sizes.dtype, adapt, world.mode)
     inner = unwrap_parallel_model(model)
     with balanced_experts(), world.running(inner, make_tracker(inner)) as tracker:
         ids, labels = (
@@ -133,8 +129,8 @@ def step_figures(
         for step in range(steps):
             tracker.begin_step(kept_tensors(inner, optimizer))
             with watching(tracker) if step == steps - 1 else nullcontext():
-                _step(model, optimizer, ids, labels, optimizes=optimizes, **inputs)
-    tracker.figures.parameters = _parameters(inner)
+                run_training_step(model, optimizer, ids, labels, optimizes=optimizes, **inputs)
+    tracker.figures.parameters = count_local_parameters(inner)
     return tracker.figures
 
 
@@ -199,58 +195,7 @@ def _find_position_table(model: Any, positions: int) -> str | None:
     return next((name for name, buffer in buffers if buffer.shape[0] == positions), None)
 
 
-def measured_run(
-    config: PreTrainedConfig,
-    layout: MegatronConfig,
-    world_size: int,
-    *,
-    batch_size: int,
-    sequence_length: int,
-    dtype: torch.dtype = torch.bfloat16,
-    device: str = "cpu",
-    timeout: float = 600.0,
-) -> list[StepFigures]:
-    """Measures the step that `dry_run` predicts on real ranks: kept memory, peak of torch's allocator, and collectives.
-
-    Peaks come from the allocator, on CPUs through torch's profiler, and so include memory that kernels allocate
-    internally.
-    """
-
-    @balanced_experts()
-    def on_rank() -> StepFigures:
-        model, optimizer = _model_and_optimizer(config, layout, dtype)
-        ids = torch.zeros(batch_size, sequence_length, dtype=torch.int64, device=device)
-        for _ in range(_STEPS - 1):
-            _step(model, optimizer, ids, ids)
-        kept = _bytes(kept_tensors(model, optimizer))
-        # gloo's threads free tensors with a delay that varies between steps: take the smallest peak.
-        compute_peak = _peak if device == "cpu" else _measure_gpu_peak
-        peak = min(compute_peak(lambda: _step(model, optimizer, ids, ids)) for _ in range(_MEASURED_STEPS))
-        with AllocationTracker(model) as tracker:
-            tracker.begin_step({})
-            _step(model, optimizer, ids, ids)
-        calls = tracker.figures.collectives
-        return StepFigures(kept=kept, peak=sum(kept.values()) + peak, collectives=calls, parameters=_parameters(model))
-
-    return run_ranks(on_rank, world_size, timeout=timeout, device=device)
-
-
-def _measure_gpu_peak(step: Callable[[], None]) -> int:
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    step()
-    torch.cuda.synchronize()
-    return torch.cuda.max_memory_allocated() - before
-
-
-def _peak(step: Callable[[], None]) -> int:
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
-        step()
-    return max(accumulate(allocated_bytes(profiler), initial=0))
-
-
-def _model_and_optimizer(
+def build_model_and_optimizer(
     config: PreTrainedConfig,
     layout: MegatronConfig,
     dtype: torch.dtype,
@@ -266,7 +211,7 @@ def _model_and_optimizer(
     return model, prepare_optimizer(torch.optim.AdamW(trained))
 
 
-def _step(
+def run_training_step(
     model: Any,
     optimizer: torch.optim.Optimizer,
     ids: Tensor,
@@ -281,7 +226,7 @@ def _step(
     optimizer.zero_grad()
 
 
-def _parameters(model: Any) -> int:
+def count_local_parameters(model: Any) -> int:
     """Counts a rank's parameter entries after tp and pp sharding; ZeRO-3 sharding is not subtracted."""
     state = parallel_state(model)
     assert state is not None
@@ -289,16 +234,3 @@ def _parameters(model: Any) -> int:
         math.prod(state.placement(name).local_shape(state.shardings[name].shape, state.axes))
         for name, _ in local_named_parameters(model)
     )
-
-
-def _bytes(kept: dict[str, list[Tensor]]) -> dict[str, int]:
-    """Sums the storages of each category; a shared one counts for its last category, as in `AllocationTracker`."""
-    owners: dict[int, tuple[str, int]] = {}
-    for category, tensors in kept.items():
-        for tensor in map(local_tensor, tensors):
-            owners[storage_key(tensor)] = category, tensor.untyped_storage().nbytes()
-    return {
-        category: size
-        for category in kept
-        if (size := sum(storage_size for name, storage_size in owners.values() if name == category))
-    }

@@ -16,6 +16,7 @@ from transformers import (
     XGLMConfig,
 )
 
+from benchmarks.measured_step import measure_step
 from hf_megatron import ConfigError, MegatronConfig, RankError
 from hf_megatron.core.communication.watchdog import running_watch
 from hf_megatron.data_parallel import buckets, distributed_optimizer, param_gather
@@ -24,7 +25,7 @@ from hf_megatron.expert_parallel.token_dispatcher import AllToAll
 from hf_megatron.pipeline_parallel import train_step
 from hf_megatron.pipeline_parallel.schedules import SCHEDULES
 from hf_megatron.planner.fake_world import run_fake_ranks
-from hf_megatron.planner.predicted_step import dry_run, measured_run, require_lengths
+from hf_megatron.planner.predicted_step import dry_run, require_lengths
 from hf_megatron.planner.uniform_routing import even_choices, even_sizes
 
 
@@ -75,7 +76,7 @@ def compared(layout, ranks):
     """Predicted and measured figures of some ranks."""
     # Products of experts on fakes want bf16.
     dtype = torch.bfloat16 if "ep_size" in layout else torch.float32
-    found = measured_run(**job_of(layout, dtype), **BATCH, world_size=ranks)
+    found = measure_step(**job_of(layout, dtype), **BATCH, world_size=ranks)
     for rank in {0, ranks - 1}:
         yield predicted(layout, rank, ranks, dtype, as_gloo=True), found[rank]
 
@@ -158,7 +159,7 @@ def test_shared_heads_in_fp32_write_scores_on_accelerators(heads, dtype, writes)
 
 def test_half_precision_keeps_what_gloo_ranks_keep():
     figures = predicted({"zero_stage": 1}, as_gloo=True)
-    measured = measured_run(llama(), MegatronConfig(zero_stage=1), 2, **BATCH)[0]
+    measured = measure_step(llama(), MegatronConfig(zero_stage=1), 2, **BATCH)[0]
     assert {name: figures.kept.get(name) for name in measured.kept} == measured.kept
     assert {"weights", "main weights", "moments", "gradients"} <= measured.kept.keys()
 
