@@ -37,7 +37,7 @@ and how far off the seconds are: they are **not measured on a GPU with this libr
   pp_size=2)` makes of 64 devices: the remaining factor is data parallel. `--yaml layout.yaml` writes it.
 - GiB is the fullest device's memory, of which 72 may be planned for. `rows` is the number of samples in a microbatch.
 - Layouts within 5 % of the first are listed next to it: try them all.
-- Short of memory: `--lora 16`, `--quantized nf4`, `--offload` ([what may be asked](planner.md#what-may-be-asked)).
+- Short of memory: `--lora 16`, `--quantized nf4`, `--offload-optimizer` ([what may be asked](planner.md#what-may-be-asked)).
 """
 TABLE = (
     "| devices | layout | schedule | recompute | rows | GiB | tokens/s/device | with |",
@@ -72,7 +72,7 @@ def get_shared_sample(found: SearchResult) -> str:
         rate = found.job.tokens / first.seconds / devices
         cells = [f"`{_name(first)}`" + "".join(near), schedule, first.layout.recompute or "none", f"{first.rows}"]
         cells += [f"{first.peak / _GIB:.0f}", f"{rate:.0f}"]
-    command = f"`--gpus {devices} --global-batch {found.job.global_batch}`"
+    command = f"`--num-gpus {devices} --global-batch-size {found.job.global_batch}`"
     return f"| {' | '.join([str(devices), *cells, command])} |"
 
 
@@ -87,7 +87,7 @@ def page(models: dict[str, PreTrainedConfig]) -> Iterator[str]:
         began = time.perf_counter()
         rows = [get_shared_sample(answer(config, devices)) for devices in SIZES]
         print(f"{name}: {time.perf_counter() - began:.0f} s", flush=True)
-        command = f"    hf-megatron plan {name} --gpus 64 --gpu {DEVICE} --seq {LENGTH} --global-batch {SIZES[64]}"
+        command = f"    hf-megatron plan {name} --num-gpus 64 --gpu {DEVICE} --seq-length {LENGTH} --global-batch-size {SIZES[64]}"
         yield "\n".join([f"## {name}\n", command, "", *TABLE, *rows, ""])
 
 

@@ -9,13 +9,13 @@ from .exit_codes import failing
 
 app = typer.Typer(help="Megatron's indexed datasets (.bin and .idx).", no_args_is_help=True)
 
-_Prefix = Annotated[str, typer.Argument(help="Path of both files without .bin and .idx.")]
-_Multimodal = Annotated[bool, typer.Option(help="Whether each sequence has a mode, which the file does not say.")]
+_Prefix = Annotated[str, typer.Argument(help="Path of the dataset without .bin and .idx.")]
+_Multimodal = Annotated[bool, typer.Option(help="The dataset stores a mode per sequence; its files do not say so.")]
 
 
 @app.command("info")
-def say_what_it_holds(prefix: _Prefix, multimodal: _Multimodal = False) -> None:
-    """Print the contents of a dataset according to its index."""
+def show_size(prefix: _Prefix, multimodal: _Multimodal = False) -> None:
+    """Print the size of a dataset as its index states it."""
     from ..datasets.indexed import IndexedDataset
 
     with failing():
@@ -28,30 +28,34 @@ def say_what_it_holds(prefix: _Prefix, multimodal: _Multimodal = False) -> None:
 
 
 @app.command("verify")
-def read_all(
+def verify(
     prefix: _Prefix,
-    vocab_size: Annotated[int | None, typer.Option(min=1, help="Tokens have to be below it.")] = None,
+    vocab_size: Annotated[int | None, typer.Option(min=1, help="Reject tokens of this value or higher.")] = None,
     multimodal: _Multimodal = False,
 ) -> None:
-    """Read a dataset to its end; exits with 1 if it is damaged or has tokens beyond the vocabulary."""
+    """Read every token of a dataset; fails if it is damaged or has tokens outside the vocabulary."""
     from ..datasets.indexed import IndexedDataset
-    from ..errors import DataError
 
-    with failing(DataError):
+    with failing():
         counted = IndexedDataset(prefix, multimodal=multimodal).verify(vocab_size)
         typer.echo(f"{prefix}: " + ", ".join(f"{name} {value:,}" for name, value in counted.items()))
 
 
 @app.command("build")
-def tokenise(
+def build(
     prefix: _Prefix,
-    sources: Annotated[list[str], typer.Argument(help="Files: .jsonl, .parquet, .txt (.gz), or datasets' folders.")],
-    tokenizer: Annotated[str, typer.Option(help="Name on the Hub, or a folder.")],
-    key: Annotated[str, typer.Option(help="Of a line's object, or the column.")] = "text",
-    append_eod: Annotated[bool, typer.Option("--append-eod", help="End each document with the eos_token.")] = False,
-    special_tokens: Annotated[bool, typer.Option(help="With those that the tokenizer puts around a text.")] = True,
+    sources: Annotated[
+        list[str], typer.Argument(help="Input: .jsonl, .parquet or .txt files (.gz too), or dataset folders.")
+    ],
+    tokenizer: Annotated[str, typer.Option(help="Hub repository or local folder.")],
+    key: Annotated[str, typer.Option(help="JSON key or column with the text.")] = "text",
+    append_eod: Annotated[bool, typer.Option("--append-eod", help="Append the eos_token to each document.")] = False,
+    special_tokens: Annotated[bool, typer.Option(help="Add the tokenizer's special tokens.")] = True,
 ) -> None:
-    """Tokenize texts into a dataset; after an interruption the same command resumes."""
+    """Tokenize texts into a dataset.
+
+    After an interruption the same command resumes.
+    """
     from transformers import AutoTokenizer
 
     from ..datasets.build import build_pair
@@ -71,12 +75,12 @@ def tokenise(
 
 
 @app.command("merge")
-def join(
-    target: Annotated[str, typer.Argument(help="Path of both files that are written, without .bin and .idx.")],
-    sources: Annotated[list[str], typer.Argument(help="Pairs of one type, whose documents follow each other.")],
-    overwrite: Annotated[bool, typer.Option(help="Replace what is there.")] = False,
+def merge(
+    target: Annotated[str, typer.Argument(help="Output path without .bin and .idx.")],
+    sources: Annotated[list[str], typer.Argument(help="Paths of the datasets, without .bin and .idx.")],
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing dataset.")] = False,
 ) -> None:
-    """Write the documents of several datasets into one."""
+    """Concatenate datasets of one dtype."""
     from ..datasets.indexed import IndexedDataset
     from ..datasets.indexed_writer import merge_datasets
 
@@ -88,28 +92,30 @@ def join(
 @app.command("samples")
 def show_samples(
     prefix: _Prefix,
-    seq: Annotated[int, typer.Option(min=1, help="Tokens of a sample.")],
-    seed: Annotated[int, typer.Option(min=0, help="Of Megatron's --seed.")] = 1234,
-    split: Annotated[str, typer.Option(help="Weights of train, valid and test.")] = "969,30,1",
-    part: Annotated[str, typer.Option(help="train, valid or test.")] = "train",
-    samples: Annotated[int | None, typer.Option(min=1, help="How many are asked for; one epoch by default.")] = None,
-    printed: Annotated[int, typer.Option("--print", min=1, help="How many of the first are printed.")] = 10,
+    seq_length: Annotated[int, typer.Option(min=1, help="Tokens per sample.")],
+    seed: Annotated[int, typer.Option(min=0, help="Random seed, as Megatron's --seed.")] = 1234,
+    split: Annotated[str, typer.Option(help="Weights of the train, valid and test splits.")] = "969,30,1",
+    part: Annotated[str, typer.Option(help="Split to print: train, valid or test.")] = "train",
+    samples: Annotated[int | None, typer.Option(min=1, help="Number of samples; default: one epoch.")] = None,
+    limit: Annotated[int, typer.Option("--limit", min=1, help="Number of samples to print.")] = 10,
 ) -> None:
-    """Print the documents and token ranges of the first samples, in the order of Megatron-Core's GPTDataset."""
+    """Print the documents and token ranges of the first samples, in Megatron-Core's GPTDataset order."""
     from ..datasets.indexed import IndexedDataset
     from ..datasets.sample_index import SPLITS, list_split_documents, parse_split, sample_order
-    from ..errors import DataError
+    from ..errors import ConfigError
 
     with failing():
         dataset, shares = IndexedDataset(prefix), dict(zip(SPLITS, parse_split(split), strict=True))
         if part not in shares:
-            raise DataError(f"--part {part}: expected one of {', '.join(SPLITS)}.")
+            raise ConfigError(f"--part {part}: expected one of {', '.join(SPLITS)}.")
         share = shares[part]
         if share is None:
-            raise DataError(f"--split {split}: the {part} split of {Path(prefix).name} is empty.")
-        order = sample_order(dataset.lengths, list_split_documents(share, len(dataset)), seq, samples, seed)
-        typer.echo(f"{len(order):,} samples of {seq} tokens in {order.epochs} epoch{'s' if order.epochs > 1 else ''}")
-        for number in range(min(printed, len(order))):
+            raise ConfigError(f"--split {split}: the {part} split of {Path(prefix).name} is empty.")
+        order = sample_order(dataset.lengths, list_split_documents(share, len(dataset)), seq_length, samples, seed)
+        typer.echo(
+            f"{len(order):,} samples of {seq_length} tokens in {order.epochs} epoch{'s' if order.epochs > 1 else ''}"
+        )
+        for number in range(min(limit, len(order))):
             pieces = order.pieces(number)
             texts = [f"{document}[{start}:{'' if count < 0 else start + count}]" for document, start, count in pieces]
             more = f" and {len(texts) - 4} more" if len(texts) > 4 else ""

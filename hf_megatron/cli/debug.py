@@ -5,34 +5,34 @@ from typing import Annotated
 
 import typer
 
-from .exit_codes import failing
+from .exit_codes import FAILURE, failing
 
-app = typer.Typer(help="Find out where a run goes wrong.", no_args_is_help=True)
+app = typer.Typer(help="Compare, trace and report recordings of a run.", no_args_is_help=True)
 
 
 @app.command("compare")
 def compare_steps(
-    first: Annotated[Path, typer.Argument(help="Folder of a recording of StepRecorder, taken for right.")],
-    second: Annotated[Path, typer.Argument(help="Folder of another one, of the same batch.")],
+    first: Annotated[Path, typer.Argument(help="Recording folder of a StepRecorder, used as the reference.")],
+    second: Annotated[Path, typer.Argument(help="Recording folder of the same batch to compare.")],
 ) -> None:
-    """Print where two recordings of a step first diverge; exits with 1 if they differ."""
+    """Print where two recordings of a training step first diverge."""
     from ..diagnostics.divergence import compare_recordings
 
     with failing():
         comparison = compare_recordings(first, second)
         typer.echo(str(comparison))
     if comparison.differences:
-        raise typer.Exit(1)
+        raise typer.Exit(FAILURE)
 
 
 @app.command("trace")
 def merge_traces(
-    directory: Annotated[Path, typer.Argument(help="Folder of the traces of a step by StepTrace, of all ranks.")],
+    directory: Annotated[Path, typer.Argument(help="Folder with the StepTrace traces of all ranks.")],
     output: Annotated[
-        Path | None, typer.Option(help="Merged trace for ui.perfetto.dev; by default trace.json in the folder.")
+        Path | None, typer.Option(help="Merged trace for ui.perfetto.dev; default: trace.json in the folder.")
     ] = None,
 ) -> None:
-    """Print each rank's time in computation, communication and waiting in a step, and merge the ranks' traces."""
+    """Print each rank's computation, communication and waiting time of a step, and merge the ranks' traces."""
     from ..diagnostics.rank_trace import traces_in
     from ..diagnostics.trace_breakdown import as_table, compute_shares, write_merged
 
@@ -46,9 +46,9 @@ def merge_traces(
 
 @app.command("memory")
 def compare_memory(
-    directory: Annotated[Path, typer.Argument(help="Folder of what StepMemory counted in a step, of all ranks.")],
+    directory: Annotated[Path, typer.Argument(help="Folder with the StepMemory records of all ranks.")],
 ) -> None:
-    """Print the memory that the ranks of a run used in a step, and the memory that was planned for them."""
+    """Print the memory that each rank used in a step, and the memory that `plan` predicts for it."""
     from ..core.fork_harness import first_reason
     from ..diagnostics.step_memory import memory_in
     from ..errors import RankError
@@ -68,25 +68,25 @@ def compare_memory(
 
 @app.command("hang")
 def read_hang(
-    directory: Annotated[Path, typer.Argument(help="Folder of the flight records of a job that stood still.")],
+    directory: Annotated[Path, typer.Argument(help="Folder with the flight records of a job that hung.")],
 ) -> None:
-    """Print which ranks are missing in which collective; exits with 1 if there are any."""
+    """Print which ranks are missing from which collective."""
     from ..diagnostics.hang import find_discords, read_flight_records, tell_hang
 
     with failing():
         records = read_flight_records(directory)
         typer.echo(tell_hang(records))
     if find_discords(records):
-        raise typer.Exit(1)
+        raise typer.Exit(FAILURE)
 
 
 @app.command("report")
 def make_report(
-    directory: Annotated[Path, typer.Argument(help="Folder of a run that RunCallback recorded.")],
-    output: Annotated[Path | None, typer.Option(help="HTML file; by default page.html in the folder.")] = None,
-    plan: Annotated[bool, typer.Option(help="Plan the recorded step's memory, to be shown with it.")] = True,
+    directory: Annotated[Path, typer.Argument(help="Folder of a run recorded by RunCallback.")],
+    output: Annotated[Path | None, typer.Option(help="Output HTML file; default: page.html in the folder.")] = None,
+    plan: Annotated[bool, typer.Option(help="Add the memory that `plan` predicts for the recorded step.")] = True,
 ) -> None:
-    """Write the report of a run: layout, losses, speed, time and memory of a step, slow ranks."""
+    """Write an HTML report of a run: layout, losses, throughput, time and memory per step, slow ranks."""
     from ..core.fork_harness import first_reason
     from ..diagnostics.run_record import read_run
     from ..diagnostics.run_report import write_page

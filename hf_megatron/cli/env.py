@@ -1,4 +1,4 @@
-"""`hf-megatron env`."""
+"""`hf-megatron env` and `measure-device`."""
 
 import json
 from pathlib import Path
@@ -10,11 +10,11 @@ from .exit_codes import failing
 
 
 def env() -> None:
-    """Print the library versions to include in a bug report."""
+    """Print the versions to include in a bug report."""
     import platform
     from importlib import metadata
 
-    versions = {"python": platform.python_version()}
+    versions = {"platform": platform.platform(), "python": platform.python_version()}
     for name in ("hf_megatron", "torch", "transformers", "accelerate", "safetensors", "peft", "trl", "megatron-core"):
         try:
             versions[name] = metadata.version(name)
@@ -24,14 +24,14 @@ def env() -> None:
 
 
 def measure_this_machine(
-    output: Annotated[Path, typer.Argument(help="The YAML file that is written.")],
+    output: Annotated[Path, typer.Argument(help="Output YAML file.")],
     like: Annotated[
-        str, typer.Option(help="A built-in device or a YAML file with the memory, peaks and links of this machine.")
+        str, typer.Option(help="Built-in GPU type or YAML file with the memory, peak speed and links of this machine.")
     ] = "",
-    device_type: Annotated[str, typer.Option(help="cuda or cpu; by default the first that is there.")] = "",
-    seconds: Annotated[float, typer.Option(help="Of repeating, for each measurement.", min=0)] = 0.5,
+    device_type: Annotated[str, typer.Option(help="cuda or cpu; default: cuda if available.")] = "",
+    seconds: Annotated[float, typer.Option(help="Seconds per measurement.", min=0)] = 0.5,
 ) -> None:
-    """Measure matrix products, copies and launches on this machine, as a device for `hf-megatron plan`."""
+    """Measure matrix products, copies and launches of this machine, for `hf-megatron plan --gpu FILE`."""
     from ..planner.devices import device, write_device
     from ..planner.measured_device import measure_device
 

@@ -1,4 +1,7 @@
-"""Failures and interruptions of commands: one line on stderr and an exit code."""
+"""Exit codes of commands, and the one line on stderr that says why a command failed.
+
+0: done, or the answer is yes. 1: the answer is no, or an input is damaged or missing. 2: wrong usage.
+"""
 
 import os
 import signal
@@ -9,22 +12,17 @@ from types import FrameType
 
 import typer
 
-from ..config import CHOICES
-from ..errors import ConfigError
-
-# A negative result or bad input; a wrong call.
-MISMATCH, USAGE = 1, 2
+FAILURE, USAGE = 1, 2
 # Exit code of shells and typer.
 INTERRUPTED = 128 + signal.SIGINT
-_SAID = "Interrupted."
+_MESSAGE = "Interrupted."
 
 
 @contextmanager
-def failing(*mismatch_errors: type[Exception]) -> Iterator[None]:
+def failing() -> Iterator[None]:
     """Ends the command with the message of an error that the library raises on purpose.
 
-    Args:
-        mismatch_errors: errors about the command's input, which exit with 1. Others mean wrong usage and exit with 2.
+    A `ConfigError` is wrong usage (exit code 2); every other error is a failure of the command's work (exit code 1).
     """
     from ..errors import ConfigError, MegatronError
 
@@ -32,23 +30,22 @@ def failing(*mismatch_errors: type[Exception]) -> Iterator[None]:
         yield
     except (MegatronError, ValueError, OSError) as error:
         typer.echo(str(error), err=True)
-        is_found = isinstance(error, mismatch_errors) and not isinstance(error, ConfigError)
-        raise typer.Exit(MISMATCH if is_found else USAGE) from None
+        raise typer.Exit(USAGE if isinstance(error, ConfigError) else FAILURE) from None
 
 
 @contextmanager
-def saying_interrupted() -> Iterator[None]:
+def reporting_interrupts() -> Iterator[None]:
     """Prints that Ctrl-C ended the command; typer only sets the exit code."""
     try:
         yield
     except SystemExit as ending:
         if ending.code == INTERRUPTED:
-            typer.echo(_SAID, err=True)
+            typer.echo(_MESSAGE, err=True)
         raise
 
 
 @contextmanager
-def ended_at_once() -> Iterator[None]:
+def interrupting_at_once() -> Iterator[None]:
     """Ends the process immediately on Ctrl-C, for use while there is nothing to clean up.
 
     Modules may swallow a `KeyboardInterrupt` during their import, or turn it into another error.
@@ -64,19 +61,5 @@ def ended_at_once() -> Iterator[None]:
 
 
 def _end(number: int, frame: FrameType | None) -> None:
-    os.write(2, f"{_SAID}\n".encode())
+    os.write(2, f"{_MESSAGE}\n".encode())
     os._exit(INTERRUPTED)
-
-
-def recompute_mode(word: str) -> str | None:
-    """Parses a value of `MegatronConfig.recompute`, with `none` for `None`; raises `ConfigError` for other words."""
-    modes = {"none" if mode is None else str(mode): mode for mode in CHOICES["recompute"]}
-    if word not in modes:
-        raise ConfigError(f"--recompute {word}: expected one of {', '.join(modes)}.")
-    return modes[word]
-
-
-def format_layout(tp: int, sp: bool, cp: int, pp: int, ep: int) -> str:
-    """Returns sizes as a layout string, with the data-parallel ranks that ep needs beyond the tp and cp ranks."""
-    experts = f"+dp{max(ep // (tp * cp), 1)}+ep{ep}" if ep > 1 else ""
-    return f"tp{tp}" + ("+sp" if sp else "") + (f"+cp{cp}" if cp > 1 else "") + f"+pp{pp}" + experts

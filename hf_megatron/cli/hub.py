@@ -1,29 +1,30 @@
 """`hf-megatron push` and `pull`."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from .exit_codes import failing
+from .options import Schedule, VirtualStages, parse_sizes
 
 
 def push(
-    folder: Annotated[Path, typer.Argument(help="A sharded checkpoint, or Hugging Face files.")],
-    repo: Annotated[str, typer.Argument(help="Name or owner/name; made if it does not exist.")],
-    private: Annotated[bool, typer.Option("--private", help="Make a new repository private.")] = False,
-    revision: Annotated[str | None, typer.Option(help="Branch; made if it does not exist.")] = None,
+    folder: Annotated[Path, typer.Argument(help="Sharded checkpoint, or folder of Hugging Face files.")],
+    repo: Annotated[str, typer.Argument(help="Name or owner/name; created if missing.")],
+    private: Annotated[bool, typer.Option("--private", help="Create the repository as private.")] = False,
+    revision: Annotated[str | None, typer.Option(help="Branch; created if missing.")] = None,
     create_pr: Annotated[bool, typer.Option("--create-pr", help="Open a pull request.")] = False,
     message: Annotated[str | None, typer.Option(help="Commit message.")] = None,
 ) -> None:
-    """Push FOLDER to REPO in one commit; run again after an interruption, it uploads only what is missing.
+    """Push a checkpoint to the Hub in one commit.
 
-    Exit codes: 0 pushed, 1 rejected or failed, 2 wrong usage.
+    After an interruption the same command uploads only what is missing.
     """
-    from ..errors import MegatronError
     from ..integrations.hub.push import push_folder
 
-    with failing(MegatronError, OSError):
+    with failing():
         info = push_folder(
             folder, repo, private=private or None, revision=revision, create_pr=create_pr, commit_message=message
         )
@@ -32,41 +33,37 @@ def push(
 
 def pull(
     repo: Annotated[str, typer.Argument(help="Owner/name of a repository with a checkpoint.")],
-    target: Annotated[Path, typer.Argument(help="The folder to fill; made if it does not exist.")],
-    ranks: Annotated[str, typer.Option(help="Ranks of the layout to pull for, such as 0-3 or 0,2; all without.")] = "",
-    tp: Annotated[int, typer.Option(help="Tensor parallel size.", min=1)] = 1,
-    pp: Annotated[int, typer.Option(help="Pipeline parallel size.", min=1)] = 1,
-    dp: Annotated[int, typer.Option(help="Data parallel size.", min=1)] = 1,
-    zero: Annotated[int, typer.Option(help="ZeRO stage.", min=0, max=3)] = 1,
-    schedule: Annotated[str, typer.Option(help="Pipeline schedule; some place stages in another order.")] = "1f1b",
-    virtual_stages: Annotated[int | None, typer.Option(help="Stages per rank.", min=1)] = None,
-    config: Annotated[Path | None, typer.Option(help="MegatronConfig as YAML or JSON, in place of the sizes.")] = None,
+    target: Annotated[Path, typer.Argument(help="Output folder; created if missing.")],
+    layout: Annotated[str, typer.Option(help="Parallel layout of the job, e.g. tp2+pp2+dp4.")] = "",
+    ranks: Annotated[
+        str, typer.Option(help="Ranks of the layout whose files are needed, e.g. 0-3 or 0,2; default: all files.")
+    ] = "",
+    schedule: Schedule = "1f1b",
+    virtual_stages: VirtualStages = None,
+    config: Annotated[Path | None, typer.Option(help="MegatronConfig as YAML or JSON, instead of --layout.")] = None,
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit.")] = None,
-    no_optimizer: Annotated[bool, typer.Option("--no-optimizer", help="Without the optimizer's state.")] = False,
+    no_optimizer: Annotated[bool, typer.Option("--no-optimizer", help="Leave out the optimizer states.")] = False,
 ) -> None:
-    """Download the checkpoint of REPO into TARGET, or only the files that RANKS of a layout need, and verify each file.
-
-    Exit codes: 0 pulled, 1 rejected or failed, 2 wrong usage.
-    """
+    """Download a checkpoint from the Hub, or only the files that some ranks need, and verify each file."""
     from ..config import MegatronConfig
-    from ..errors import MegatronError
+    from ..errors import ConfigError
     from ..integrations.hub.pull import pull_checkpoint
 
-    with failing(MegatronError, OSError):
+    with failing():
         if config is not None:
-            layout = MegatronConfig.coerce(str(config))
+            if layout:
+                raise ConfigError(f"--layout {layout} and --config {config} exclude each other. Pass one of them.")
+            job_config = MegatronConfig.coerce(str(config))
         else:
-            layout = MegatronConfig(
-                tp_size=tp,
-                pp_size=pp,
-                dp_size=dp,
-                zero_stage=zero,
+            sizes = parse_sizes(layout, "tp_size", "pp_size", "dp_size", "zero_stage") if layout else {}
+            job_config = replace(
+                MegatronConfig(**{"dp_size": 1, "zero_stage": 1, **sizes}),
                 pipeline_schedule=schedule,
                 virtual_stages=virtual_stages,
             )
         rank_indices = parse_ranks(ranks) if ranks else None
         pulled = pull_checkpoint(
-            repo, target, config=layout, rank=rank_indices, revision=revision, optimizer=not no_optimizer
+            repo, target, config=job_config, rank=rank_indices, revision=revision, optimizer=not no_optimizer
         )
     typer.echo(
         f"{pulled.path}: {len(pulled.files)} files, {pulled.bytes} of {pulled.total_bytes} bytes "

@@ -1,4 +1,4 @@
-"""`hf-megatron plan`, `dry-run` and `measure-device`."""
+"""`hf-megatron plan`, `show` and `dry-run`."""
 
 import json
 from dataclasses import replace
@@ -7,84 +7,65 @@ from typing import Annotated
 
 import typer
 
-from .exit_codes import failing, format_layout, recompute_mode
+from .exit_codes import failing
+from .options import (
+    AsJson,
+    DecoderSeqLength,
+    Layout,
+    Model,
+    Schedule,
+    SeqLength,
+    parse_pipeline_layout,
+    parse_recompute,
+    parse_sizes,
+)
 
 
-def plan(
-    model: Annotated[str, typer.Argument(help="Model type, local folder or hub name; only its config is read.")],
-    gpus: Annotated[int, typer.Option(help="Devices to search layouts for; 0: print the plan of one.", min=0)] = 0,
-    gpu: Annotated[
-        str, typer.Option(help="What they are: a name such as h100, or a YAML of `measure-device`.")
-    ] = "h100",
-    seq: Annotated[int, typer.Option("--seq", "--seq-length", help="Tokens of a row.", min=1)] = 4096,
-    target_seq: Annotated[
-        int, typer.Option(help="Tokens of a row of labels of an encoder-decoder; 0: as many as --seq.", min=0)
-    ] = 0,
-    global_batch: Annotated[
-        int, typer.Option("--global-batch", "--global-batch-size", help="Rows of an optimizer step.", min=1)
-    ] = 256,
+def search(
+    model: Model,
+    num_gpus: Annotated[int, typer.Option(help="Number of GPUs to search layouts for.", min=1)],
+    gpu: Annotated[str, typer.Option(help="GPU type, e.g. h100, or a YAML file written by measure-device.")] = "h100",
+    layout: Annotated[str, typer.Option(help="Sizes to fix, e.g. tp8+pp4; the others are searched.")] = "",
+    seq_length: SeqLength = 4096,
+    decoder_seq_length: DecoderSeqLength = 0,
+    global_batch_size: Annotated[int, typer.Option(help="Sequences per optimizer step.", min=1)] = 256,
     precision: Annotated[
-        str, typer.Option(help="Of products: bf16, fp16, fp32, or fp8 with weights in bf16.")
+        str, typer.Option(help="Precision of matrix products: bf16, fp16, fp32, or fp8 with bf16 weights.")
     ] = "bf16",
-    tokens: Annotated[float, typer.Option(help="Tokens to train on, for days; 0: not said.", min=0)] = 0,
+    tokens: Annotated[float, typer.Option(help="Training tokens, to print days of training; 0: unknown.", min=0)] = 0,
     fused: Annotated[
-        bool, typer.Option("--fused", help="Times of tuned stacks with fused kernels, not of stock modules.")
+        bool, typer.Option("--fused", help="Assume the speed of tuned stacks with fused kernels, not of stock modules.")
     ] = False,
-    lora: Annotated[int, typer.Option(help="Rank of LoRA on all linears, the model frozen; 0: train it.", min=0)] = 0,
+    lora: Annotated[int, typer.Option(help="Rank of LoRA on all linears of a frozen model; 0: no LoRA.", min=0)] = 0,
     frozen: Annotated[
-        list[str] | None, typer.Option(help="Regular expression in the names of what is not trained; may be repeated.")
+        list[str] | None, typer.Option(help="Regular expression for names of frozen parameters; may be repeated.")
     ] = None,
-    quantized: Annotated[str | None, typer.Option(help="Bits of a frozen base's linears: nf4 or int8.")] = None,
-    document: Annotated[
-        float, typer.Option(help="Tokens of a document on average, in packed rows; 0: a row is one.", min=0)
+    quantized: Annotated[str | None, typer.Option(help="Quantization of the frozen linears: nf4 or int8.")] = None,
+    document_length: Annotated[
+        float, typer.Option(help="Mean document length in packed sequences, in tokens; 0: not packed.", min=0)
     ] = 0,
-    offload: Annotated[bool, typer.Option("--offload", help="Optimizer state in the hosts' memory.")] = False,
+    offload_optimizer: Annotated[
+        bool, typer.Option("--offload-optimizer", help="Keep optimizer states in host memory.")
+    ] = False,
     recompute: Annotated[
         list[str] | None,
-        typer.Option(help="What may be tried of none, selective and full; all by default; may be repeated."),
+        typer.Option(help="Recompute mode to try: none, selective or full; may be repeated; default: all."),
     ] = None,
-    tp: Annotated[
-        int | None, typer.Option("--tp", "--tensor-model-parallel-size", help="Fix tensor parallel size.")
-    ] = None,
-    sp: Annotated[bool, typer.Option("--sp", help="With sequence parallelism; searches always have it.")] = False,
-    cp: Annotated[
-        int | None, typer.Option("--cp", "--context-parallel-size", help="Fix context parallel size.")
-    ] = None,
-    pp: Annotated[
-        int | None, typer.Option("--pp", "--pipeline-model-parallel-size", help="Fix pipeline parallel size.")
-    ] = None,
-    ep: Annotated[
-        int | None, typer.Option("--ep", "--expert-model-parallel-size", help="Fix expert parallel size.", min=1)
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the answer of a search as JSON.")] = False,
-    yaml: Annotated[Path | None, typer.Option(help="Write the best layout here, for `megatron_config=`.")] = None,
+    as_json: AsJson = False,
+    yaml: Annotated[Path | None, typer.Option(help="Write the best layout as YAML for `megatron_config=`.")] = None,
     accelerate: Annotated[
-        Path | None, typer.Option(help="Write the best layout here, for `accelerate launch --config_file`.")
+        Path | None, typer.Option(help="Write the best layout as YAML for `accelerate launch --config_file`.")
     ] = None,
-    picture: Annotated[
-        Path | None, typer.Option(help="Draw memory of the stages and the step of the best layout into this PNG.")
+    plot: Annotated[
+        Path | None, typer.Option(help="Plot memory per stage and the step of the best layout as PNG.")
     ] = None,
 ) -> None:
-    """Search the best layouts of MODEL on --gpus devices; without it, print how one layout splits each parameter."""
+    """Search for the fastest layouts of MODEL that fit a number of GPUs."""
     from ..errors import ConfigError
-    from ..testing.check import parse_layouts
-    from ..testing.resolve_model import print_plan, resolve_config
+    from ..testing.resolve_model import resolve_config
 
     with failing():
-        if not gpus:
-            for name, value in (
-                ("--json", as_json),
-                ("--yaml", yaml),
-                ("--accelerate", accelerate),
-                ("--picture", picture),
-            ):
-                if value:
-                    raise ConfigError(f"{name} is only valid for a search: pass --gpus.")
-            sizes = 2 if tp is None else tp, sp, 1 if cp is None else cp, 1 if pp is None else pp, ep or 1
-            typer.echo(print_plan(model, parse_layouts(format_layout(*sizes))[0]))
-            return
-
-        for path in (yaml, accelerate, picture):
+        for path in (yaml, accelerate, plot):
             if path is not None and not path.absolute().parent.is_dir():
                 raise ConfigError(f"{path}: the folder {path.parent} does not exist.")
         from ..planner.candidates import Bounds
@@ -95,16 +76,22 @@ def plan(
         from ..planner.time_model import PUBLISHED, STOCK
         from ..planner.training import Training
 
-        sizes_of = {"tp_size": tp, "cp_size": cp, "pp_size": pp, "ep_size": ep}
-        bounds = Bounds(
-            offload_optimizer=offload, fixed={name: size for name, size in sizes_of.items() if size is not None}
-        )
+        fixed = parse_sizes(layout, "tp_size", "cp_size", "pp_size", "ep_size", "sequence_parallel") if layout else {}
+        # Searches always use sequence parallelism with tensor parallelism.
+        fixed.pop("sequence_parallel", None)
+        bounds = Bounds(offload_optimizer=offload_optimizer, fixed=fixed)
         if recompute:
-            bounds = replace(bounds, recomputes=tuple(map(recompute_mode, recompute)))
-        training = Training(lora, tuple(frozen or ()), quantized)
-        efficiency = PUBLISHED if fused else STOCK
+            bounds = replace(bounds, recomputes=tuple(map(parse_recompute, recompute)))
         job = Job(
-            gpus, device(gpu), seq, global_batch, precision, efficiency, training, document or None, target_seq or None
+            num_gpus,
+            device(gpu),
+            seq_length,
+            global_batch_size,
+            precision,
+            PUBLISHED if fused else STOCK,
+            Training(lora, tuple(frozen or ()), quantized),
+            document_length or None,
+            decoder_seq_length or None,
         )
         search_result = search_layouts(resolve_config(model), job, bounds)
         if as_json:
@@ -115,79 +102,70 @@ def plan(
             write_plan(search_result, yaml)
         if accelerate is not None:
             write_plan(search_result, accelerate, for_accelerate=True)
-        if picture is not None:
+        if plot is not None:
             from ..planner.plan_plot import draw_plan
 
-            draw_plan(search_result, picture)
+            draw_plan(search_result, plot)
 
 
-def dry_run_kinds(
-    model: Annotated[str, typer.Argument(help="Model type, local folder or hub name; only its config is read.")],
-    ranks: Annotated[int, typer.Option(help="Ranks of the job.", min=2)],
-    layout: Annotated[str, typer.Option(help="Such as `tp8+sp+pp16+zero1`; the rest of the ranks is data parallel.")],
-    seq: Annotated[int, typer.Option(help="Tokens of a row.", min=1)] = 4096,
-    target_seq: Annotated[
-        int, typer.Option(help="Tokens of a row of labels of an encoder-decoder; 0: as many as --seq.", min=0)
-    ] = 0,
-    microbatch: Annotated[int, typer.Option(help="Rows of a microbatch on a data parallel rank.", min=1)] = 1,
-    microbatches: Annotated[
-        int, typer.Option(help="Microbatches of a step with pipeline stages; 0: two for each of them.", min=0)
-    ] = 0,
-    schedule: Annotated[str, typer.Option(help="The pipeline schedule.")] = "1f1b",
-    recompute: Annotated[str, typer.Option(help="none, selective or full.")] = "none",
-    device_memory: Annotated[float, typer.Option(help="GiB of a device, to compare with.", min=0)] = 0.0,
-    dtype: Annotated[str, typer.Option(help="Of the weights: bfloat16, float16 or float32.")] = "bfloat16",
-    as_json: Annotated[bool, typer.Option("--json", help="Print every pipeline rank as JSON, in bytes.")] = False,
-    picture: Annotated[Path | None, typer.Option(help="Draw the memory of the pipeline's ranks into this PNG.")] = None,
+def show(model: Model, layout: Layout = "tp2") -> None:
+    """Print how a layout shards each parameter of MODEL."""
+    from ..core.layouts import parse_layout
+    from ..testing.resolve_model import print_plan
+
+    with failing():
+        typer.echo(print_plan(model, parse_layout(layout)))
+
+
+def dry_run(
+    model: Model,
+    num_gpus: Annotated[int, typer.Option(help="Number of GPUs of the job.", min=2)],
+    layout: Annotated[
+        str, typer.Option(help="Parallel layout, e.g. tp8+sp+pp16+mb32+zero1; the other ranks are data-parallel.")
+    ],
+    seq_length: SeqLength = 4096,
+    decoder_seq_length: DecoderSeqLength = 0,
+    micro_batch_size: Annotated[int, typer.Option(help="Sequences per microbatch on a data-parallel rank.", min=1)] = 1,
+    schedule: Schedule = "1f1b",
+    recompute: Annotated[str, typer.Option(help="Recompute mode: none, selective or full.")] = "none",
+    device_memory: Annotated[float, typer.Option(help="Memory of a GPU in GiB, to compare with.", min=0)] = 0.0,
+    dtype: Annotated[str, typer.Option(help="Dtype of the weights: bfloat16, float16 or float32.")] = "bfloat16",
+    as_json: AsJson = False,
+    plot: Annotated[Path | None, typer.Option(help="Plot the memory of the pipeline ranks as PNG.")] = None,
 ) -> None:
-    """Simulate a training step of MODEL on every kind of rank of a job, without devices: bytes, collectives, waits."""
+    """Simulate one training step of a large job without GPUs: memory, communication and host-device syncs per rank."""
     import torch
 
     from ..core.fork_harness import find_unsupported_reason
     from ..errors import ConfigError, RankError
     from ..planner.rank_predictions import predict_ranks
     from ..planner.report import as_rows, as_text
-    from ..testing.check import parse_layouts
     from ..testing.resolve_model import resolve_config
 
     dtypes = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
     with failing():
         if dtype not in dtypes:
             raise ConfigError(f"--dtype {dtype}: expected one of {', '.join(dtypes)}.")
-        layouts = parse_layouts(layout)
-        if len(layouts) != 1:
-            raise ConfigError(f"--layout {layout}: expected one layout.")
-        stated = layouts[0].num_microbatches
-        if microbatches and stated not in (None, microbatches):
-            raise ConfigError(f"--microbatches {microbatches} conflicts with --layout {layout}.")
-        if layouts[0].pp_size == 1 and schedule != "1f1b":
-            raise ConfigError(f"--schedule {schedule}: --layout {layout} has no pipeline stages.")
-        config = replace(
-            layouts[0],
-            pipeline_schedule=schedule,
-            recompute=recompute_mode(recompute),
-            num_microbatches=microbatches or layouts[0].num_microbatches,
-        )
+        config = replace(parse_pipeline_layout(layout, schedule), recompute=parse_recompute(recompute))
         try:
             predictions = predict_ranks(
                 resolve_config(model),
                 config,
-                ranks,
-                microbatch_size=microbatch,
-                sequence_length=seq,
-                target_length=target_seq or None,
+                num_gpus,
+                microbatch_size=micro_batch_size,
+                sequence_length=seq_length,
+                target_length=decoder_seq_length or None,
                 dtype=dtypes[dtype],
             )
         except RankError as error:
             if (reason := find_unsupported_reason(str(error))) is None:
                 raise
             raise ConfigError(f"--layout {layout}: {reason}") from None
-        typer.echo(
-            json.dumps(as_rows(predictions), indent=1)
-            if as_json
-            else as_text(predictions, config, device_memory or None)
-        )
-        if picture is not None:
+        if as_json:
+            typer.echo(json.dumps(as_rows(predictions), indent=1))
+        else:
+            typer.echo(as_text(predictions, config, device_memory or None))
+        if plot is not None:
             from ..planner.plan_plot import draw_predicted_ranks
 
-            draw_predicted_ranks(predictions, config, picture, device_memory or None)
+            draw_predicted_ranks(predictions, config, plot, device_memory or None)

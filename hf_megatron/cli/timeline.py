@@ -6,44 +6,38 @@ from typing import Annotated
 import typer
 
 from .exit_codes import failing
+from .options import Model, Schedule, VirtualStages, parse_pipeline_layout
 
 
 def timeline(
-    model: Annotated[str, typer.Argument(help="Model type, local folder or hub name; only its config is read.")],
-    output: Annotated[Path, typer.Option(help="The folder for the pictures.")],
-    pp: Annotated[int, typer.Option(help="Pipeline parallel size.", min=2)] = 2,
-    tp: Annotated[int, typer.Option(help="Tensor parallel size.", min=1)] = 1,
-    microbatches: Annotated[int, typer.Option(help="Microbatches of a step.", min=1)] = 8,
-    schedule: Annotated[str, typer.Option(help="The order of forwards and backwards.")] = "1f1b",
-    virtual_stages: Annotated[int | None, typer.Option(help="Stages per rank.", min=1)] = None,
+    model: Model,
+    output: Annotated[Path, typer.Option(help="Output folder of the plots.")],
+    layout: Annotated[str, typer.Option(help="Parallel layout with pipeline stages, e.g. tp2+pp2+mb8.")] = "pp2+mb8",
+    schedule: Schedule = "1f1b",
+    virtual_stages: VirtualStages = None,
     layers: Annotated[int, typer.Option(help="Layers of the small model.", min=1)] = 8,
-    hidden: Annotated[int | None, typer.Option(help="Its hidden size.", min=1)] = None,
-    batch_size: Annotated[int, typer.Option(help="Rows of a step, all microbatches together.", min=1)] = 8,
-    sequence_length: Annotated[int, typer.Option(help="Tokens of a row.", min=2)] = 64,
+    hidden_size: Annotated[int | None, typer.Option(help="Hidden size of the small model.", min=1)] = None,
+    global_batch_size: Annotated[int, typer.Option(help="Sequences per optimizer step.", min=1)] = 8,
+    seq_length: Annotated[int, typer.Option(help="Sequence length, in tokens.", min=2)] = 64,
     steps: Annotated[int, typer.Option(help="Optimizer steps; the last one is drawn.", min=1)] = 3,
-    timeout: Annotated[float, typer.Option(help="Seconds.", min=1)] = 300.0,
+    timeout: Annotated[float, typer.Option(help="Seconds before the ranks are stopped.", min=1)] = 300.0,
 ) -> None:
-    """Run a small MODEL on a pipeline of CPU ranks and draw one step, with measured and theoretical bubble."""
-    from ..config import MegatronConfig
-    from ..errors import RankError
+    """Run a small MODEL on a pipeline of CPU ranks and plot one step, with the measured and the theoretical bubble."""
+    from ..errors import ConfigError
     from ..testing.pipeline_timeline import draw_timeline
 
-    with failing(RankError):
-        config = MegatronConfig(
-            pp_size=pp,
-            tp_size=tp,
-            num_microbatches=microbatches,
-            pipeline_schedule=schedule,
-            virtual_stages=virtual_stages,
-        )
+    with failing():
+        config = parse_pipeline_layout(layout, schedule, virtual_stages)
+        if config.pp_size < 2:
+            raise ConfigError(f"--layout {layout}: expected pp2 or more.")
         draw_timeline(
             model,
             config,
             output,
             layers=layers,
-            hidden=hidden,
-            batch_size=batch_size,
-            sequence_length=sequence_length,
+            hidden=hidden_size,
+            batch_size=global_batch_size,
+            sequence_length=seq_length,
             steps=steps,
             timeout=timeout,
             echo=typer.echo,

@@ -151,7 +151,7 @@ def features_on(kind: str, description: Description, state: PlannedModel) -> Fea
 
 def check_command(model_config: Any, class_name: str, layouts: str) -> str:
     """Returns the command that checks a tiny model with the features of this config."""
-    model, options = model_config.model_type, f"--class {class_name} --layouts {layouts}"
+    model, options = model_config.model_type, f"--class {class_name} --layout {layouts}"
     if model not in CONFIG_MAPPING:
         return f"hf-megatron check {shlex.quote(str(model_config.name_or_path))} {options}"
     default = json.loads(CONFIG_MAPPING[model]().to_json_string(use_diff=False))
@@ -181,7 +181,7 @@ def _layouts(config: MegatronConfig, copies: bool) -> str:
 def _check(model: Any, layouts: str) -> tuple[int, str]:
     with tempfile.TemporaryDirectory() as directory:
         model.config.save_pretrained(directory)
-        arguments = ["check", directory, "--class", type(model).__name__, "--layouts", layouts]
+        arguments = ["check", directory, "--class", type(model).__name__, "--layout", layouts]
         # Run in a subprocess: forking this process would copy its process group and device context.
         result = subprocess.run(
             [sys.executable, "-m", "hf_megatron.cli", *arguments], capture_output=True, text=True, check=False

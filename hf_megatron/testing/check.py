@@ -35,44 +35,6 @@ from .token_mixing import full_share, unknown_mixing
 from .tolerances import Judgement
 from .unread_parameters import without_gradient
 
-_LAYOUT_WORDS = {
-    "tp": "tp_size",
-    "pp": "pp_size",
-    "mb": "num_microbatches",
-    "dp": "dp_size",
-    "zero": "zero_stage",
-    "replicas": "dp_replicate_size",
-    "cp": "cp_size",
-    "ep": "ep_size",
-    "etp": "etp_size",
-}
-_SCHEMES = {"a2a": "a2a", "gather": "all_gather"}
-
-
-def parse_layouts(text: str) -> list[MegatronConfig]:
-    """Parses layouts such as `tp2,tp2+sp,tp2+dp2+zero3` into configs; raises `ConfigError` for an unknown word."""
-    configs = []
-    for layout in text.split(","):
-        fields: dict[str, Any] = {}
-        for word in layout.strip().split("+"):
-            name = word.rstrip("0123456789")
-            if word == "sp":
-                fields["sequence_parallel"] = True
-            elif word in _SCHEMES:
-                fields["cp_comm_type"] = _SCHEMES[word]
-            elif name in _LAYOUT_WORDS and name != word:
-                fields[_LAYOUT_WORDS[name]] = int(word[len(name) :])
-            else:
-                raise ConfigError(
-                    f"layout {layout!r}: expected tpN, sp, cpN, a2a, gather, ppN, mbN (microbatches), dpN, zeroN, "
-                    "replicasN, epN, etpN joined by +, such as tp2,tp2+sp,tp4,cp2,cp2+a2a,dp2+ep2."
-                )
-        if "cp_size" in fields:
-            fields.setdefault("cp_comm_type", "p2p")
-        configs.append(MegatronConfig(**fields))
-    return configs
-
-
 # The sharded share of the layers' parameters is printed if it is smaller.
 _LARGE_SHARE = 0.5
 # Attention heads of a tiny model, see `tiny_config`.
@@ -102,7 +64,7 @@ def check_models(
 
     Args:
         models (`list[str]`): model types, folders or hub names; `"all"` as in `iter_cases`.
-        layouts (`list[MegatronConfig]`): layouts to check, see `parse_layouts`.
+        layouts (`list[MegatronConfig]`): layouts to check.
         class_name (`str`, *optional*): a transformers class instead of the task's Auto class.
         task (`str`, defaults to `"causal"`): a key of `TASKS`.
         changes (`Mapping`, *optional*): values to change in the models' configs.
@@ -122,7 +84,7 @@ def check_models(
     if largest > _TWIN_HEADS:
         raise ConfigError(
             f"tp_size = {largest}: tiny models have {_TWIN_HEADS} attention heads, and a result of tp{_TWIN_HEADS} "
-            "also covers all larger sizes. `hf-megatron plan MODEL` shows which sizes divide a model."
+            "also covers all larger sizes. `hf-megatron show MODEL --layout tpN` shows whether a size divides a model."
         )
     check = functools.partial(
         _check_case,

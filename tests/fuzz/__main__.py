@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from hf_megatron.cli.exit_codes import MISMATCH, failing
+from hf_megatron.cli.exit_codes import FAILURE, failing
 
 
 def fuzz(
@@ -51,7 +51,7 @@ def fuzz(
             echo=typer.echo,
         )
     if any(row["judgment"] not in ACCEPTED for row in rows):
-        raise typer.Exit(MISMATCH)
+        raise typer.Exit(FAILURE)
 
 
 if __name__ == "__main__":

@@ -44,7 +44,7 @@ def test_training_warns_of_nothing(text):
     assert run_ranks(warnings_of, 2, LAYOUTS[text]) == [[], []]
 
 
-@pytest.mark.parametrize("command", [["plan", "llama", "--gpus", "8"], ["dry-run", "llama", "--help"]])
+@pytest.mark.parametrize("command", [["plan", "llama", "--num-gpus", "8"], ["dry-run", "llama", "--help"]])
 def test_commands_warn_of_nothing(command):
     result = subprocess.run(
         [sys.executable, "-m", "hf_megatron.cli", *command], capture_output=True, text=True, check=False

@@ -20,7 +20,7 @@ def run(*arguments):
 
 def test_check_equal_and_recorded(stories, tmp_path):
     file = tmp_path / "results.json"
-    command = ["hf-megatron", "check", str(stories), "--layouts", "tp2,tp2+sp", "--record", str(file)]
+    command = ["hf-megatron", "check", str(stories), "--layout", "tp2,tp2+sp", "--record", str(file)]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
     assert "2 of 2 cases equal one process" in result.stdout
@@ -39,7 +39,7 @@ def test_check_mismatch_names_the_worst_tensor(monkeypatch):
         return spec.updated(plan=plan)
 
     monkeypatch.setitem(REGISTRY, "qwen3", broken)
-    result = run("check", "qwen3", "--tp", "2")
+    result = run("check", "qwen3", "--layout", "tp2")
     assert result.exit_code == 1, result.output
     assert "DIFFERS" in result.stdout and "_norm.weight" in result.stdout
 
@@ -47,7 +47,7 @@ def test_check_mismatch_names_the_worst_tensor(monkeypatch):
 @pytest.mark.parametrize(("words", "is_said"), [(("xlnet", "--set", '{"d_inner": 90}'), True), (("llama",), False)])
 def test_a_small_share_that_is_split_is_printed(words, is_said):
     """A plan of the head alone saves next to nothing, and would be called equal without a word."""
-    result = run("check", *words, "--tp", "2")
+    result = run("check", *words, "--layout", "tp2")
     assert result.exit_code == 0, result.output
     assert ("% of its layers' parameters split" in result.stdout) is is_said
 
@@ -55,22 +55,22 @@ def test_a_small_share_that_is_split_is_printed(words, is_said):
 @pytest.mark.parametrize(
     ("words", "code", "said"),
     [
-        (("llama", "--class", "LlamaForTokenClassification", "--tp", "2"), 0, "equal"),
-        (("gemma4_text", "--set", '{"num_kv_shared_layers": 12}', "--tp", "2"), 0, "equal"),
-        (("phimoe", "--set", '{"input_jitter_noise": 0.3}', "--layouts", "tp2,tp2+sp"), 0, "2 of 2 cases"),
-        (("minimax_m2", "--set", '{"router_jitter_noise": 0.3}', "--layouts", "tp2,tp2+sp"), 0, "2 of 2 cases"),
-        (("mixtral", "--layouts", "dp4+ep2"), 0, "equal"),
+        (("llama", "--class", "LlamaForTokenClassification", "--layout", "tp2"), 0, "equal"),
+        (("gemma4_text", "--set", '{"num_kv_shared_layers": 12}', "--layout", "tp2"), 0, "equal"),
+        (("phimoe", "--set", '{"input_jitter_noise": 0.3}', "--layout", "tp2,tp2+sp"), 0, "2 of 2 cases"),
+        (("minimax_m2", "--set", '{"router_jitter_noise": 0.3}', "--layout", "tp2,tp2+sp"), 0, "2 of 2 cases"),
+        (("mixtral", "--layout", "dp4+ep2"), 0, "equal"),
         # The head's bias is tied to another one, which is used no more.
         (
-            ("roberta", "--set", '{"tie_word_embeddings": false}', "--layouts", "pp2"),
+            ("roberta", "--set", '{"tie_word_embeddings": false}', "--layout", "pp2"),
             1,
             "has no gradient in the single-process run",
         ),
-        (("roberta", "--layouts", "pp2"), 0, "equal"),
-        *(((kind, "--layouts", "pp2"), 0, "equal") for kind in ("camembert", "bamba", "rwkv")),
-        (("modernbert", "--class", "ModernBertForMaskedLM", "--layouts", "pp2"), 0, "equal"),
-        (("albert", "--layouts", "pp2"), 1, "refused  ConfigError"),
-        (("hrm_text", "--layouts", "pp2"), 1, "refused  UnsupportedError"),
+        (("roberta", "--layout", "pp2"), 0, "equal"),
+        *(((kind, "--layout", "pp2"), 0, "equal") for kind in ("camembert", "bamba", "rwkv")),
+        (("modernbert", "--class", "ModernBertForMaskedLM", "--layout", "pp2"), 0, "equal"),
+        (("albert", "--layout", "pp2"), 1, "refused  ConfigError"),
+        (("hrm_text", "--layout", "pp2"), 1, "refused  UnsupportedError"),
     ],
 )
 def test_tiny_models_have_what_they_are_checked_for(words, code, said):
@@ -80,15 +80,15 @@ def test_tiny_models_have_what_they_are_checked_for(words, code, said):
 
 def test_usage_errors():
     assert run("check", "no-such-model").exit_code == 2
-    assert run("check", "llama", "--layouts", "rr2").exit_code == 2
+    assert run("check", "llama", "--layout", "rr2").exit_code == 2
     assert run("check", "llama", "--task", "poetry").exit_code == 2
     assert run("check").exit_code == 2
-    result = run("check", "llama", "--tp", "3")
+    result = run("check", "llama", "--layout", "tp3")
     assert result.exit_code == 1 and "heads" in result.stdout
 
 
 def test_plan_needs_no_weights():
-    result = run("plan", "llama", "--tp", "4", "--sp")
+    result = run("show", "llama", "--layout", "tp4+sp")
     assert result.exit_code == 0, result.output
     rows = {line.split()[0]: line for line in result.stdout.splitlines() if line.startswith(("model.", "lm_head"))}
     assert "split dim 0" in rows["model.layers.31.self_attn.q_proj.weight"]
@@ -101,7 +101,7 @@ def test_plans_of_many_ranks_need_no_process(monkeypatch):
         raise AssertionError("a process was forked")
 
     monkeypatch.setattr(os, "fork", refuse)
-    result = run("plan", "llama", "--tp", "8", "--pp", "16")
+    result = run("show", "llama", "--layout", "tp8+pp16")
     assert result.exit_code == 0, result.output
     assert "stage" in result.stdout
 
@@ -149,23 +149,23 @@ def test_what_cannot_be_written_or_drawn_is_said_first(tmp_path):
 def test_plan_says_in_a_line_what_is_wrong_with_a_config(stories, tmp_path, changes, said):
     config = json.loads((stories / "config.json").read_text("utf-8"))
     (tmp_path / "config.json").write_text(json.dumps(config | changes), "utf-8")
-    result = run("plan", str(tmp_path))
+    result = run("show", str(tmp_path))
     assert result.exit_code == 2 and said in result.output and len(result.output.splitlines()) == 1
 
 
 def test_plan_knows_heads_and_folders():
-    assert "decoder.final_layer_norm" in run("plan", "t5", "--tp", "2").output
-    result = run("plan", "./nothing/here")
+    assert "decoder.final_layer_norm" in run("show", "t5", "--layout", "tp2").output
+    result = run("show", "./nothing/here")
     assert result.exit_code == 2 and "the folder does not exist" in result.output
 
 
 def test_check_knows_how_many_heads_its_tiny_models_have():
-    result = run("check", "llama", "--tp", "8")
+    result = run("check", "llama", "--layout", "tp8")
     assert result.exit_code == 2 and "tp_size = 8: tiny models have 4 attention heads" in result.output
 
 
 def test_a_check_on_gpus_needs_one(monkeypatch):
-    words = "check", "llama", "--layouts", "tp2", "--device", "cuda"
+    words = "check", "llama", "--layout", "tp2", "--device", "cuda"
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     assert "no GPU" in run(*words).output
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)

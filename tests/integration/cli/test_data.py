@@ -43,20 +43,20 @@ def test_merged(tmp_path):
 
 
 def test_order():
-    code, text = _run("samples", INPUTS, "--seq", 32, "--split", "90,10,0", "--print", 3)
+    code, text = _run("samples", INPUTS, "--seq-length", 32, "--split", "90,10,0", "--limit", 3)
     assert code == 0 and "samples of 32 tokens in 1 epoch" in text and len(text.strip().splitlines()) == 4
-    assert "epochs" in _run("samples", INPUTS, "--seq", 32, "--samples", 1000)[1]
+    assert "epochs" in _run("samples", INPUTS, "--seq-length", 32, "--samples", 1000)[1]
     # The order of the dataset's own documents.
-    assert _run("samples", INPUTS, "--seq", 32, "--seed", 1)[1] != _run("samples", INPUTS, "--seq", 32, "--seed", 2)[1]
+    assert _run("samples", INPUTS, "--seq-length", 32, "--seed", 1)[1] != _run("samples", INPUTS, "--seq-length", 32, "--seed", 2)[1]
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["samples", INPUTS, "--seq", 32, "--part", "dev"], "expected one of train, valid, test"),
-        (["samples", INPUTS, "--seq", 32, "--split", "1,0,0", "--part", "test"], "the test split of"),
-        (["samples", INPUTS, "--seq", 32, "--split", "all"], "expected one to three weights"),
-        (["samples", INPUTS, "--seq", 100_000], "make no sample of 100000"),
+        (["samples", INPUTS, "--seq-length", 32, "--part", "dev"], "expected one of train, valid, test"),
+        (["samples", INPUTS, "--seq-length", 32, "--split", "1,0,0", "--part", "test"], "the test split of"),
+        (["samples", INPUTS, "--seq-length", 32, "--split", "all"], "expected one to three weights"),
+        (["samples", INPUTS, "--seq-length", 100_000], "make no sample of 100000"),
         (["info", "nowhere"], "nowhere.idx: no such file"),
     ],
 )

@@ -124,11 +124,11 @@ def test_arguments_that_cannot_be_are_one_line(hf, tmp_path):
     cases = (
         (("convert", hf, "", "--to", "hf"), 2, "target='': expected a folder."),
         (("convert", "", target, "--to", "hf"), 2, "source='': expected a folder."),
-        (("convert", hf, target, "--to", "torch_dist", "--tp", "0"), 2, "tp_size=0: expected 1 or more."),
-        (("convert", hf, target, "--to", "torch_dist", "--tp", "3"), 1, "num_attention_heads 8 is not divisible"),
+        (("convert", hf, target, "--to", "torch_dist", "--layout", "tp0"), 2, "MegatronConfig.tp_size = 0"),
+        (("convert", hf, target, "--to", "torch_dist", "--layout", "tp3"), 1, "num_attention_heads 8 is not divisible"),
         (("convert", tmp_path / "nowhere", target, "--to", "hf"), 1, "nowhere does not exist."),
         (("convert", hf, target, "--to", "hf"), 1, "there already exists. Choose a folder that does not exist."),
-        (("plan", hf, "--tp", "0"), 2, "MegatronConfig.tp_size = 0: expected an integer of 1 or more."),
+        (("show", hf, "--layout", "tp0"), 2, "MegatronConfig.tp_size = 0: expected an integer of 1 or more."),
     )
     for arguments, code, message in cases:
         found, lines = run(*arguments)

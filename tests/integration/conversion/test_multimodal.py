@@ -23,14 +23,14 @@ from tests.integration.conversion.test_convert import assert_equal, tensors_of
 
 LAYOUTS = {
     "core": ("torch_dist",),
-    "core-tp2": ("torch_dist", "--tp", "2"),
+    "core-tp2": ("torch_dist", "--layout", "tp2"),
     "legacy": ("torch",),
-    "legacy-tp2": ("torch", "--tp", "2"),
-    "legacy-pp2": ("torch", "--pp", "2"),
-    "legacy-tp2-pp2": ("torch", "--tp", "2", "--pp", "2"),
-    "legacy-local": ("torch", "--tp", "2", "--local-names"),
+    "legacy-tp2": ("torch", "--layout", "tp2"),
+    "legacy-pp2": ("torch", "--layout", "pp2"),
+    "legacy-tp2-pp2": ("torch", "--layout", "tp2+pp2"),
+    "legacy-local": ("torch", "--layout", "tp2", "--local-names"),
 }
-EXPERTS = {"core-ep2": ("torch_dist", "--ep", "2"), "legacy-ep2": ("torch", "--ep", "2")}
+EXPERTS = {"core-ep2": ("torch_dist", "--layout", "ep2"), "legacy-ep2": ("torch", "--layout", "ep2")}
 
 
 def command(*words: object, code: int = 0) -> str:

@@ -76,7 +76,7 @@ def test_the_rest_of_the_step(timeline):
 
 def test_command(tmp_path):
     command = ["timeline", "gpt2", "--output", str(tmp_path)]
-    options = ["--microbatches", "2", "--batch-size", "2", "--layers", "2", "--sequence-length", "8", "--steps", "1"]
+    options = ["--layout", "pp2+mb2", "--global-batch-size", "2", "--layers", "2", "--seq-length", "8", "--steps", "1"]
     result = CliRunner().invoke(app, [*command, *options])
     assert result.exit_code == 0, result.output
     assert "bubble: measured" in result.stdout and (tmp_path / "timeline-step0.png").stat().st_size > 5000

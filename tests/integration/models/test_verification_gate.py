@@ -66,7 +66,7 @@ def test_a_new_combination_is_named_with_the_command_of_its_check():
     [said, _] = run_ranks(refused, 2, "qwen3", TP2, num_key_value_heads=1, attention_bias=True)
     assert "linears in copies: self_attn.k_proj: Linear(weight, bias) colwise; compared was Linear(weight)" in said
     assert (
-        "hf-megatron check qwen3 --class Qwen3ForCausalLM --layouts tp4 --set" in said
+        "hf-megatron check qwen3 --class Qwen3ForCausalLM --layout tp4 --set" in said
         and '"attention_bias": true' in said
     )
 
@@ -139,7 +139,7 @@ def test_a_base_model_of_a_new_combination_is_named_with_the_command_of_its_chec
 
     for said in run_ranks(on_rank, 2):
         assert "linears in copies: self_attn.k_proj: Linear(weight, bias) colwise; compared was Linear(weight)" in said
-        assert "hf-megatron check qwen3 --class Qwen3Model --layouts tp4 --set" in said
+        assert "hf-megatron check qwen3 --class Qwen3Model --layout tp4 --set" in said
 
 
 def test_a_small_share_that_is_split_is_said():

@@ -406,21 +406,21 @@ def test_more_work_takes_longer():
 def test_the_command_searches_and_still_prints_claims(tmp_path):
     LLAMA.save_pretrained(tmp_path / "model")
     runner = CliRunner()
-    shardings = runner.invoke(app, ["plan", str(tmp_path / "model"), "--tp", "4"])
+    shardings = runner.invoke(app, ["show", str(tmp_path / "model"), "--layout", "tp4"])
     assert shardings.exit_code == 0 and "split dim 0 over tp" in shardings.output
     wrong = runner.invoke(app, ["plan", str(tmp_path / "model"), "--json"])
     assert wrong.exit_code == 2 and "--json is only valid for a search: pass --gpus" in wrong.output
-    unknown = runner.invoke(app, ["plan", str(tmp_path / "model"), "--gpus", "8", "--gpu", "h1000"])
+    unknown = runner.invoke(app, ["plan", str(tmp_path / "model"), "--num-gpus", "8", "--gpu", "h1000"])
     assert unknown.exit_code == 2 and "expected one of" in unknown.output
-    arguments = ["--gpus", "4", "--seq", "256", "--global-batch", "16", "--json", "--tp", "1", "--cp", "1"]
+    arguments = ["--num-gpus", "4", "--seq-length", "256", "--global-batch-size", "16", "--json", "--layout", "tp1+cp1"]
     found = runner.invoke(app, ["plan", str(tmp_path / "model"), *arguments, "--yaml", str(tmp_path / "layout.yaml")])
     assert found.exit_code == 0, found.output
     answer = json.loads(found.output[found.output.index("{") :])
     assert answer["best"][0]["tokens_per_second_and_device"] > 0
     lora = runner.invoke(
         app,
-        ["plan", str(tmp_path / "model"), *arguments[:-5], "--lora", "8", "--quantized", "nf4", "--document", "64"]
-        + ["--offload", "--recompute", "none", "--tp", "1", "--cp", "1"],
+        ["plan", str(tmp_path / "model"), *arguments[:-3], "--lora", "8", "--quantized", "nf4", "--document-length", "64"]
+        + ["--offload-optimizer", "--recompute", "none", "--layout", "tp1+cp1"],
     )
     assert lora.exit_code == 0, lora.output
     assert "LoRA of rank 8 beside a frozen base in nf4, packed with documents of 64 tokens" in lora.output

@@ -1,7 +1,7 @@
 """Parity with one process: loss, every gradient, its norm, and the weights after two SGD and two AdamW steps.
 
 Adding a case is one line in `CASES`. Run one with `pytest tests/parity -k "gemma2 and tp2"`, or any model type with
-`hf-megatron check TYPE --layouts tp2,tp2+sp,tp4`.
+`hf-megatron check TYPE --layout tp2,tp2+sp,tp4`.
 """
 
 import dataclasses

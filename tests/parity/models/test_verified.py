@@ -300,7 +300,7 @@ def unrecorded(tmp_path, monkeypatch):
 
 def test_an_unrecorded_layout_raises_and_prints_the_command(unrecorded):
     def load():
-        with pytest.raises(UnverifiedLayoutError, match=r"check llama --class LlamaForCausalLM --layouts tp2\+sp"):
+        with pytest.raises(UnverifiedLayoutError, match=r"check llama --class LlamaForCausalLM --layout tp2\+sp"):
             AutoModelForCausalLM.from_pretrained(
                 unrecorded, megatron_config=MegatronConfig(tp_size=2, sequence_parallel=True)
             )

@@ -433,7 +433,7 @@ def test_command_line(hub, environment, sharded, on_hub, tmp_path):
     pushed = run("push", sharded[0], "tester/cli", "--private", "--revision", "next")
     assert pushed.returncode == 0, pushed.stderr
     assert hub.repos["tester/cli"].private and pushed.stdout.strip().endswith(hub.repos["tester/cli"].refs["next"])
-    layout = ("--tp", 2, "--pp", 2, "--ranks", "0-1")
+    layout = ("--layout", "tp2+pp2", "--ranks", "0-1")
     pulled = run("pull", "tester/cli", tmp_path / "out", *layout, "--revision", "next")
     assert pulled.returncode == 0, pulled.stderr
     assert Checkpoint(tmp_path / "out").omitted and " of " in pulled.stdout
@@ -464,7 +464,7 @@ def test_exit_codes(tmp_path):
         return result.exit_code, result.output
 
     for ranks, words in (("x", "'x'"), ("3-1", "'3-1'"), ("2", "rank = 2")):
-        code, output = run("pull", "a/b", tmp_path / "out", "--tp", 2, "--ranks", ranks)
+        code, output = run("pull", "a/b", tmp_path / "out", "--layout", "tp2", "--ranks", ranks)
         assert code == 2 and words in output
     code, output = run("push", tmp_path, "a/b/c")
     assert code == 2 and "repo_id = 'a/b/c'" in output
