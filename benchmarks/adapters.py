@@ -81,7 +81,7 @@ def load(folder, variant):
     return model.train()
 
 
-def view_as_bytes(model, optimizer):
+def measure_bytes(model, optimizer):
     """Bytes of this rank's weights, and of its optimizer state."""
 
     def held(tensors):
@@ -118,7 +118,7 @@ def step(folder, variant, tokens):
         losses.append((loss.full_tensor() if isinstance(loss, DTensor) else loss).item())
     peak = peak_memory_mib()
     give_back_memory()
-    return seconds[-1], peak, view_as_bytes(model, optimizer), losses[-1]
+    return seconds[-1], peak, measure_bytes(model, optimizer), losses[-1]
 
 
 def measured(folder, given):

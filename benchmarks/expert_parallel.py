@@ -105,7 +105,7 @@ def timed_exchanges(seconds):
     dist.all_to_all_single = timed
 
 
-def view_as_bytes(model, optimizer):
+def measure_bytes(model, optimizer):
     """Bytes of this rank's experts, and of its optimizer state for all weights."""
     weights = [p.to_local() if isinstance(p, DTensor) else p for n, p in model.named_parameters() if _EXPERTS in n]
     moments = [
@@ -136,7 +136,7 @@ def step(folder, variant, tokens, skewed, dtype):
         optimizer.zero_grad()
         seconds.append((time.process_time() - cpu, time.perf_counter() - began, tuple(exchanges)))
     # All ranks return the same step.
-    return seconds[-1], view_as_bytes(model, optimizer), loss.item()
+    return seconds[-1], measure_bytes(model, optimizer), loss.item()
 
 
 def measured(folder, given, skewed, dtype):

@@ -37,7 +37,7 @@ and how far off the seconds are: they are **not measured on a GPU with this libr
   pp_size=2)` makes of 64 devices: the remaining factor is data parallel. `--yaml layout.yaml` writes it.
 - GiB is the fullest device's memory, of which 72 may be planned for. `rows` is the number of samples in a microbatch.
 - Layouts within 5 % of the first are listed next to it: try them all.
-- Short of memory: `--lora 16`, `--quantized nf4`, `--offload-optimizer` ([what may be asked](planner.md#what-may-be-asked)).
+- Short of memory: `--lora 16`, `--quantized nf4`, `--offload-optimizer` ([all options](planner.md#what-may-be-asked)).
 """
 TABLE = (
     "| devices | layout | schedule | recompute | rows | GiB | tokens/s/device | with |",
@@ -56,7 +56,7 @@ def answer(config: PreTrainedConfig, devices: int) -> SearchResult:
     return search_layouts(config, Job(devices, device(DEVICE), LENGTH, SIZES[devices]))
 
 
-def get_shared_sample(found: SearchResult) -> str:
+def format_row(found: SearchResult) -> str:
     """Returns a search result as a row of the table."""
     devices = found.job.devices
     if not found.best:
@@ -85,9 +85,10 @@ def page(models: dict[str, PreTrainedConfig]) -> Iterator[str]:
     yield HEAD
     for name, config in models.items():
         began = time.perf_counter()
-        rows = [get_shared_sample(answer(config, devices)) for devices in SIZES]
+        rows = [format_row(answer(config, devices)) for devices in SIZES]
         print(f"{name}: {time.perf_counter() - began:.0f} s", flush=True)
-        command = f"    hf-megatron plan {name} --num-gpus 64 --gpu {DEVICE} --seq-length {LENGTH} --global-batch-size {SIZES[64]}"
+        options = f"--num-gpus 64 --gpu {DEVICE} --seq-length {LENGTH} --global-batch-size {SIZES[64]}"
+        command = f"    hf-megatron plan {name} {options}"
         yield "\n".join([f"## {name}\n", command, "", *TABLE, *rows, ""])
 
 

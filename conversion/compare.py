@@ -48,6 +48,10 @@ class Comparison:
 
     def summary(self) -> str:
         """Returns a one-line summary of what was compared and what differs."""
+        return "; ".join(self.summary_lines())
+
+    def summary_lines(self) -> list[str]:
+        """Returns what was compared, and a line for each kind of difference; long listings are shortened."""
         parts = [f"{self.compared} tensors compared, {len(self.different)} different"]
         if not self.compared and (self.only_first or self.only_second):
             parts = ["different models: no tensor is in both"]
@@ -62,7 +66,7 @@ class Comparison:
                 parts.append(f"{count} tensors of the {where} were not compared because the model does not have them")
         if self.logits is not None:
             parts.append(_format_logits_difference(self.logits))
-        return "; ".join(parts)
+        return parts
 
 
 def _format_logits_difference(difference: float) -> str:

@@ -10,8 +10,7 @@ from .options import CHECKING, CHECKPOINTS, DATA, DEBUGGING, HUB, PLANNING
 
 app = typer.Typer(
     help="Megatron-style parallelism for Hugging Face models.",
-    epilog="Exit codes: 0 done, or the answer is yes; 1 the answer is no, or an input is damaged or missing; "
-    "2 wrong usage.",
+    epilog="Exit codes: 0 done, or the answer is yes; 1 the command failed, or the answer is no; 2 wrong usage.",
     no_args_is_help=True,
 )
 

@@ -89,7 +89,7 @@ def convert(
     for note in report.notes:
         typer.echo(note)
     if report.comparison is not None:
-        typer.echo(report.comparison.summary())
+        typer.echo("\n".join(report.comparison.summary_lines()))
     typer.echo(report.target)
 
 
@@ -109,7 +109,7 @@ def compare(
         with failing(), _bar("comparing") as bar:
             kwargs: dict[str, Any] = {"config": config or None, "logits": logits, "without_mtp": without_mtp}
             comparison = compare(first, second, on_tensor=bar.update, **kwargs)
-    typer.echo(comparison.summary())
+    typer.echo("\n".join(comparison.summary_lines()))
     if not comparison.equal:
         raise typer.Exit(FAILURE)
 
@@ -139,8 +139,11 @@ def merge(
     with ExitStack() as reading:
         reading.enter_context(interrupting_at_once())
         from ..conversion import TargetOptions, convert
+        from ..errors import CheckpointError
 
         with failing():
+            if not checkpoint.is_dir():
+                raise CheckpointError(f"{checkpoint} is not a folder.")
             kwargs: dict[str, Any] = {"options": TargetOptions(max_shard_size=max_shard_size)}
             kwargs |= {"from_format": "sharded", "checksums": not no_checksums}
             report = convert(checkpoint, target, "hf", on_plan=lambda planned: reading.close(), **kwargs)

@@ -13,7 +13,7 @@ _Prefix = Annotated[str, typer.Argument(help="Path of the dataset without .bin a
 _Multimodal = Annotated[bool, typer.Option(help="The dataset stores a mode per sequence; its files do not say so.")]
 
 
-@app.command("info")
+@app.command("info", epilog="Example: hf-megatron data info corpus_text_document")
 def show_size(prefix: _Prefix, multimodal: _Multimodal = False) -> None:
     """Print the size of a dataset as its index states it."""
     from ..datasets.indexed import IndexedDataset
@@ -27,7 +27,7 @@ def show_size(prefix: _Prefix, multimodal: _Multimodal = False) -> None:
         )
 
 
-@app.command("verify")
+@app.command("verify", epilog="Example: hf-megatron data verify corpus_text_document --vocab-size 32000")
 def verify(
     prefix: _Prefix,
     vocab_size: Annotated[int | None, typer.Option(min=1, help="Reject tokens of this value or higher.")] = None,
@@ -41,7 +41,7 @@ def verify(
         typer.echo(f"{prefix}: " + ", ".join(f"{name} {value:,}" for name, value in counted.items()))
 
 
-@app.command("build")
+@app.command("build", epilog="Example: hf-megatron data build corpus docs.jsonl --tokenizer gpt2 --append-eod")
 def build(
     prefix: _Prefix,
     sources: Annotated[
@@ -74,7 +74,7 @@ def build(
         typer.echo(f"{prefix}: {summary}")
 
 
-@app.command("merge")
+@app.command("merge", epilog="Example: hf-megatron data merge both part1 part2")
 def merge(
     target: Annotated[str, typer.Argument(help="Output path without .bin and .idx.")],
     sources: Annotated[list[str], typer.Argument(help="Paths of the datasets, without .bin and .idx.")],
@@ -89,7 +89,7 @@ def merge(
         typer.echo(f"{target}: {len(IndexedDataset(target)):,} sequences of {len(sources)} pairs")
 
 
-@app.command("samples")
+@app.command("samples", epilog="Example: hf-megatron data samples corpus_text_document --seq-length 4096")
 def show_samples(
     prefix: _Prefix,
     seq_length: Annotated[int, typer.Option(min=1, help="Tokens per sample.")],

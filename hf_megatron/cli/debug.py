@@ -10,7 +10,7 @@ from .exit_codes import FAILURE, failing
 app = typer.Typer(help="Compare, trace and report recordings of a run.", no_args_is_help=True)
 
 
-@app.command("compare")
+@app.command("compare", epilog="Example: hf-megatron debug compare recordings/single recordings/tp2")
 def compare_steps(
     first: Annotated[Path, typer.Argument(help="Recording folder of a StepRecorder, used as the reference.")],
     second: Annotated[Path, typer.Argument(help="Recording folder of the same batch to compare.")],
@@ -25,7 +25,7 @@ def compare_steps(
         raise typer.Exit(FAILURE)
 
 
-@app.command("trace")
+@app.command("trace", epilog="Example: hf-megatron debug trace traces")
 def merge_traces(
     directory: Annotated[Path, typer.Argument(help="Folder with the StepTrace traces of all ranks.")],
     output: Annotated[
@@ -44,7 +44,7 @@ def merge_traces(
         typer.echo(f"{path}: open it in ui.perfetto.dev")
 
 
-@app.command("memory")
+@app.command("memory", epilog="Example: hf-megatron debug memory memory")
 def compare_memory(
     directory: Annotated[Path, typer.Argument(help="Folder with the StepMemory records of all ranks.")],
 ) -> None:
@@ -66,7 +66,7 @@ def compare_memory(
             typer.echo(f"no planned memory: {reason}")
 
 
-@app.command("hang")
+@app.command("hang", epilog="Example: hf-megatron debug hang flight_records")
 def read_hang(
     directory: Annotated[Path, typer.Argument(help="Folder with the flight records of a job that hung.")],
 ) -> None:
@@ -80,7 +80,7 @@ def read_hang(
         raise typer.Exit(FAILURE)
 
 
-@app.command("report")
+@app.command("report", epilog="Example: hf-megatron debug report outputs/run")
 def make_report(
     directory: Annotated[Path, typer.Argument(help="Folder of a run recorded by RunCallback.")],
     output: Annotated[Path | None, typer.Option(help="Output HTML file; default: page.html in the folder.")] = None,

@@ -1,6 +1,6 @@
 """Exit codes of commands, and the one line on stderr that says why a command failed.
 
-0: done, or the answer is yes. 1: the answer is no, or an input is damaged or missing. 2: wrong usage.
+0: done, or the answer is yes. 1: the command failed, or the answer is no. 2: wrong usage; no work was started.
 """
 
 import os

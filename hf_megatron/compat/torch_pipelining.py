@@ -46,7 +46,7 @@ def pipeline_orders(
 
 
 def add_sends_and_receives(
-    orders: tuple[tuple[tuple[str, int, int], ...], ...], assign_stage_ranks: tuple[int, ...]
+    orders: tuple[tuple[tuple[str, int, int], ...], ...], stage_ranks: tuple[int, ...]
 ) -> tuple[tuple[tuple[str, int, int], ...], ...]:
     """Inserts SEND_F, RECV_F, SEND_B and RECV_B into orders, between stages of different ranks.
 
@@ -61,7 +61,7 @@ def add_sends_and_receives(
         if order
     }
     # The function consumes its input lists, and rejects lists that are empty initially.
-    lowered: dict[int, list[Any]] = _add_send_recv(actions, assign_stage_ranks.__getitem__, len(assign_stage_ranks))
+    lowered: dict[int, list[Any]] = _add_send_recv(actions, stage_ranks.__getitem__, len(stage_ranks))
     return tuple(
         tuple((action.computation_type.value, action.stage_index, action.microbatch_index) for action in order)
         for order in (lowered.get(rank, []) for rank in range(len(orders)))

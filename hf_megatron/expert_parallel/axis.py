@@ -134,7 +134,7 @@ def install(model: Any, state: ParallelState) -> None:
     present_experts = [name for name in plan.experts if name in modules]
     most = max(plan.experts, key=lambda name: plan.experts[name])
     counts = state.placed[LOAD] = ExpertCounts(present_experts, plan.held(most, ranks), state)
-    find_layer = {id(part): layer for layer in outermost_layers(model) for part in layer.modules()}
+    layer_by_module_id = {id(part): layer for layer in outermost_layers(model) for part in layer.modules()}
     for name, count in plan.experts.items():
         if name not in modules:
             # The module is on another pipeline stage.
@@ -156,7 +156,7 @@ def install(model: Any, state: ParallelState) -> None:
         are_split = name.rpartition(".")[0] in sequence_sharded_moe
         moe_block: Any = modules[name.rpartition(".")[0]]
         early = find_shared_experts(moe_block)
-        tapes = install_tapes(find_layer.get(id(experts), moe_block), moe_block, early)
+        tapes = install_tapes(layer_by_module_id.get(id(experts), moe_block), moe_block, early)
         experts.ranks = ExpertRanks(
             AllToAll(count // ranks, group),
             plan.held(name, ranks),

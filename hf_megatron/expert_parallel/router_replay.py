@@ -217,10 +217,10 @@ class _Player(RouterWatch):
 
     def _keep_tapes(self) -> None:
         """Installs tapes on layers that backward recomputes, which may happen after the context is left."""
-        find_layer = {id(part): layer for layer in outermost_layers(self.model) for part in layer.modules()}
+        layer_by_module_id = {id(part): layer for layer in outermost_layers(self.model) for part in layer.modules()}
         for name in self.routers.experts:
             block: Any = self.model.get_submodule(name.rpartition(".")[0])
-            layer: Any = find_layer.get(id(block), block)
+            layer: Any = layer_by_module_id.get(id(block), block)
             if not getattr(layer, "gradient_checkpointing", False):
                 continue
             if reentrant_checkpoints(layer):

@@ -77,7 +77,7 @@ class BatchLoss(Shared):
     ):
         self.mesh, self.shifts, self.divides_itself, self.auxiliary = mesh, shifts, divides_itself, auxiliary
         self.z_loss = z_loss
-        self._compute_step_loss: Tensor | None = None
+        self._step_counts: Tensor | None = None
         self.counted = self._together = False
         self.used: set[str] = set()
         self._counts = True
@@ -151,15 +151,15 @@ class BatchLoss(Shared):
             dist.all_reduce(counts, group=self.mesh.group("dp"))
         if not torch.is_grad_enabled():
             return counts
-        so_far = counts if self._compute_step_loss is None else self._compute_step_loss + counts
+        so_far = counts if self._step_counts is None else self._step_counts + counts
         # A padding microbatch repeats another one, whose choices are counted already.
         if self.share is None or self.share.counts:
-            self._compute_step_loss = so_far
+            self._step_counts = so_far
         return so_far
 
     def end_step(self) -> None:
         """Resets the counts."""
-        self._compute_step_loss = None
+        self._step_counts = None
 
     def _mean(self, total: Tensor, terms: Tensor, at_least: int = 0) -> Tensor:
         if not self.over_ranks:

@@ -49,16 +49,15 @@ class Job:
     def __post_init__(self) -> None:
         for name in ("devices", "sequence_length", "global_batch"):
             if (value := getattr(self, name)) < 1:
-                raise ConfigError(f"Job.{name} = {value}: expected 1 or more.")
+                raise ConfigError(f"{name} = {value}: expected 1 or more.")
         if self.precision not in _DTYPES:
-            raise ConfigError(f"Job.precision = {self.precision!r}: expected one of {', '.join(_DTYPES)}.")
+            raise ConfigError(f"precision = {self.precision!r}: expected one of {', '.join(_DTYPES)}.")
         if self.document_length is not None and not 1 <= self.document_length <= self.sequence_length:
             raise ConfigError(
-                f"Job.document_length = {self.document_length}: expected 1 to {self.sequence_length}, the sequence "
-                "length."
+                f"document_length = {self.document_length}: expected 1 to {self.sequence_length}, the sequence length."
             )
         if not 0 < self.memory_share <= 1:
-            raise ConfigError(f"Job.memory_share = {self.memory_share}: expected a value above 0 and at most 1.")
+            raise ConfigError(f"memory_share = {self.memory_share}: expected a value above 0 and at most 1.")
         self.device.peak(self.precision)
 
     @property

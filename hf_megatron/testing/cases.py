@@ -18,7 +18,7 @@ from transformers.models.auto.modeling_auto import (
     MODEL_MAPPING_NAMES,
 )
 
-from ..models.modalities.images import SOUNDS, VIDEO_PIXELS, image_token, is_image_argument
+from ..models.modalities.images import SOUNDS, VIDEO_PIXELS, image_token, is_image
 from ..models.type_facts import get_type_facts
 from .tiny_config import full_config
 
@@ -82,15 +82,15 @@ def get_class_task(class_name: str, config: PreTrainedConfig) -> str:
     """Returns the task whose batches fit a class, such as `"image"` for many `...ForConditionalGeneration` classes."""
     if class_name in BASE_CLASSES and class_name != _get_image_class(config):
         return "hidden_states"
-    is_image_argument = _is_image_type(config) or (class_name == _get_image_class(config) and _takes_images(config))
+    is_image = _is_image_type(config) or (class_name == _get_image_class(config) and _takes_images(config))
     is_masked = class_name == MODEL_FOR_MASKED_LM_MAPPING_NAMES.get(config.model_type)
     if is_masked and class_name != MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.model_type):
         return "seq2seq" if config.is_encoder_decoder else "masked"
     has_encoder = config.is_encoder_decoder and not class_name.endswith("ForCausalLM")
-    is_of_speech = class_name == MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES.get(config.model_type)
-    if is_of_speech and _audio_class(config.model_type) is None:
+    is_speech = class_name == MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES.get(config.model_type)
+    if is_speech and _audio_class(config.model_type) is None:
         return "speech"
-    default = "seq2seq" if has_encoder else "image" if is_image_argument else "causal"
+    default = "seq2seq" if has_encoder else "image" if is_image else "causal"
     return next((task for part, task in _CLASS_TASKS.items() if part in class_name), default)
 
 
@@ -131,7 +131,7 @@ def _get_text_class(config: PreTrainedConfig) -> str | None:
     if name is None or not name.endswith("ForCausalLM") or config.model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         return None
     arguments = inspect.signature(getattr(transformers, name).forward).parameters
-    return None if any(map(is_image_argument, arguments)) else name
+    return None if any(map(is_image, arguments)) else name
 
 
 def _part_with_causal_class(config: PreTrainedConfig) -> PreTrainedConfig | None:

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Mapping
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -30,13 +31,21 @@ def resolve_config(model: str, changes: Mapping[str, Any] | None = None) -> PreT
     except CheckpointError as error:
         raise ConfigError(f"MODEL = {model!r} has no readable config: {error}") from error
     except Exception as error:  # noqa: BLE001 - whatever keeps the Hub's file from being fetched
-        raise ConfigError(f"MODEL = {model!r} has no readable config: {error_summary(error)}") from error
+        raise ConfigError(_describe_unreadable(model, error)) from error
     if not changes:
         return config
     try:
         return type(config).from_dict(config.to_dict() | dict(changes))
     except (ValueError, TypeError) as error:
         raise ConfigError(f"{model} with {dict(changes)}: {error}") from error
+
+
+def _describe_unreadable(model: str, error: Exception) -> str:
+    if "/" in model or Path(model).exists():
+        return f"MODEL = {model!r} has no readable config: {error_summary(error)}"
+    similar = get_close_matches(model, CONFIG_MAPPING, n=1)
+    hint = f" Did you mean {similar[0]!r}?" if similar else ""
+    return f"MODEL = {model!r} is not a model type or a folder, and the Hub has no readable config for it.{hint}"
 
 
 def _get_folder(model: str) -> str | Path:

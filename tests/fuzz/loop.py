@@ -101,7 +101,7 @@ class Loop:
             noise = 2 * torch.rand(parameter.shape, generator=generator) - 1
             parameter.mul_(1 + torch.finfo(parameter.dtype).eps * noise.to(parameter.dtype))
 
-    def get_optimizer_state(self, parameters: Any) -> torch.optim.Optimizer:
+    def make_optimizer(self, parameters: Any) -> torch.optim.Optimizer:
         """Makes the case's optimizer, not prepared yet."""
         if self.case["optimizer"] == "adamw":
             return torch.optim.AdamW(parameters, lr=self.case["rate"] * 1e-2, eps=1e-4)
@@ -165,7 +165,7 @@ class Loop:
         if self.case["loop"] == "trainer":
             self.train_with_trainer()
         else:
-            self.optimizer = self.prepare(self.get_optimizer_state(self.parameters()))
+            self.optimizer = self.prepare(self.make_optimizer(self.parameters()))
             self.all("prepared")
             for microbatches in self.batches:
                 self.window(microbatches)

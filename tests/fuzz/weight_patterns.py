@@ -134,8 +134,8 @@ def _names(loop: Loop) -> None:
 def _two_optimizers(loop: Loop) -> None:
     matrices = [parameter for parameter in loop.parameters() if parameter.dim() > 1]
     others = [parameter for parameter in loop.parameters() if parameter.dim() < 2]
-    loop.optimizer = loop.prepare(loop.get_optimizer_state(matrices))
-    loop.kept["second"] = loop.prepare(loop.get_optimizer_state(others))
+    loop.optimizer = loop.prepare(loop.make_optimizer(matrices))
+    loop.kept["second"] = loop.prepare(loop.make_optimizer(others))
 
 
 def _step_both(loop: Loop) -> None:

@@ -88,7 +88,7 @@ def test_constants_of_the_planner(tmp_path):
 def test_the_page_of_layouts_has_what_is_found(model, devices, monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     which_layout = importlib.import_module("which_layout")
-    row = which_layout.get_shared_sample(which_layout.answer(which_layout.known_models()[model], devices))
+    row = which_layout.format_row(which_layout.answer(which_layout.known_models()[model], devices))
     page = which_layout.PAGE.read_text(encoding="utf-8")
     assert row in page.partition(f"## {model}\n")[2].partition("\n## ")[0]
     assert all(f"## {name}\n" in page for name in which_layout.known_models())

@@ -25,14 +25,14 @@ def smaller_tiny_model(**arguments):
     return make_tiny_model(CONFIG_MAPPING["llama"](), sequence_length=7, **arguments)
 
 
-def get_folder(changes):
+def tiny_model_folder(changes):
     return smaller_tiny_model(changes=changes).directory
 
 
 def test_a_tiny_model_is_built_once_for_all_ranks():
     changes = {"num_key_value_heads": 1}
     with multiprocessing.get_context("fork").Pool(2) as pool:
-        folders = pool.map(get_folder, [changes] * 4, chunksize=1)
+        folders = pool.map(tiny_model_folder, [changes] * 4, chunksize=1)
     tiny_model = smaller_tiny_model(changes=changes)
     assert folders == [tiny_model.directory] * 4
     assert tiny_model.load().config.num_key_value_heads == 1 and tiny_model.reference.loss > 0

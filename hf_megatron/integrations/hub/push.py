@@ -164,7 +164,7 @@ class _Push:
     def _shares(self, ranks: list[int]) -> list[list[str]]:
         """Assigns the files to these ranks, largest first, each to the rank with the fewest bytes so far."""
         shares: list[list[str]] = [[] for _ in ranks]
-        view_as_bytes = [0] * len(ranks)
+        assigned_bytes = [0] * len(ranks)
         seen: set[str] = set()
         for name, size in sorted(self.selection.sizes.items(), key=lambda item: (-item[1], item[0])):
             digest = self.selection.digests.get(name)
@@ -173,9 +173,9 @@ class _Push:
                 continue
             if digest is not None:
                 seen.add(digest)
-            least = view_as_bytes.index(min(view_as_bytes))
+            least = assigned_bytes.index(min(view_as_bytes))
             shares[least].append(name)
-            view_as_bytes[least] += size
+            assigned_bytes[least] += size
         return shares
 
     def upload(self, uploaders: str) -> None:

@@ -47,7 +47,10 @@ def test_order():
     assert code == 0 and "samples of 32 tokens in 1 epoch" in text and len(text.strip().splitlines()) == 4
     assert "epochs" in _run("samples", INPUTS, "--seq-length", 32, "--samples", 1000)[1]
     # The order of the dataset's own documents.
-    assert _run("samples", INPUTS, "--seq-length", 32, "--seed", 1)[1] != _run("samples", INPUTS, "--seq-length", 32, "--seed", 2)[1]
+    assert (
+        _run("samples", INPUTS, "--seq-length", 32, "--seed", 1)[1]
+        != _run("samples", INPUTS, "--seq-length", 32, "--seed", 2)[1]
+    )
 
 
 @pytest.mark.parametrize(

@@ -133,7 +133,7 @@ def test_the_table_names_kinds_peaks_and_waits():
 def test_the_command_prints_every_rank(tmp_path):
     llama().save_pretrained(tmp_path)
     words = ["dry-run", str(tmp_path), "--num-gpus", "8", "--seq-length", "64", "--json"]
-    result = CliRunner().invoke(app, [*words, "--layout", "tp2+pp2"])
+    result = CliRunner().invoke(app, [*words, "--layout", "tp2+pp2+mb8"])
     assert result.exit_code == 0, result.output
     rows = json.loads(result.stdout[result.stdout.index("[\n") :])
     assert [row["pipeline_rank"] for row in rows] == [0, 1]

@@ -259,7 +259,7 @@ def test_packed_documents_and_offloaded_states_are_priced():
     offloaded = Estimator(book).estimate(replace(layout, offload_optimizer=True), 1, 1)
     assert not {"main weights", "moments"} & offloaded.memory[0].keys()
     assert offloaded.seconds > unpacked.seconds
-    with pytest.raises(ConfigError, match="Job.document_length = 1000: expected 1 to 512"):
+    with pytest.raises(ConfigError, match="document_length = 1000: expected 1 to 512"):
         replace(job, document_length=1000)
 
 
@@ -419,7 +419,17 @@ def test_the_command_searches_and_still_prints_claims(tmp_path):
     assert answer["best"][0]["tokens_per_second_and_device"] > 0
     lora = runner.invoke(
         app,
-        ["plan", str(tmp_path / "model"), *arguments[:-3], "--lora", "8", "--quantized", "nf4", "--document-length", "64"]
+        [
+            "plan",
+            str(tmp_path / "model"),
+            *arguments[:-3],
+            "--lora",
+            "8",
+            "--quantized",
+            "nf4",
+            "--document-length",
+            "64",
+        ]
         + ["--offload-optimizer", "--recompute", "none", "--layout", "tp1+cp1"],
     )
     assert lora.exit_code == 0, lora.output

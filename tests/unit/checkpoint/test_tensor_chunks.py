@@ -27,7 +27,7 @@ def on(ranks, rank):
     return Axes.from_sizes(rank, tp=ranks)
 
 
-def find_batch_shard(tensor, placement, ranks, rank):
+def slice_shard(tensor, placement, ranks, rank):
     """The flattened shard as slicing and joining gives it."""
     for split in placement.splits:
         intervals = split.intervals(tensor.shape[split.dim], on(ranks, rank))
@@ -57,7 +57,7 @@ def test_boxes_are_the_entries_of_every_shard_and_range(shape):
     tensor, generator = numbered(shape), random.Random(0)
     for placement, ranks in placements(shape):
         for rank in range(ranks):
-            expected = find_batch_shard(tensor, placement, ranks, rank)
+            expected = slice_shard(tensor, placement, ranks, rank)
             size = expected.numel()
             assert torch.equal(contents(tensor, local_boxes(shape, placement, on(ranks, rank))), expected)
             for _ in range(6):
@@ -109,12 +109,12 @@ def test_any_layout_is_copied_from_any_other(shape):
     for _ in range(40):
         (source, source_ranks), (target, target_ranks) = generator.choices(options, k=2)
         rank = generator.randrange(target_ranks)
-        expected = find_batch_shard(tensor, target, target_ranks, rank)
+        expected = slice_shard(tensor, target, target_ranks, rank)
         boxes = local_boxes(shape, target, on(target_ranks, rank))
         out = torch.full_like(expected, -1)
         copied, sources = 0, []
         for source_rank in range(0, source_ranks, source.splits[0].copies if source.is_split else source_ranks):
-            shard = find_batch_shard(tensor, source, source_ranks, source_rank)
+            shard = slice_shard(tensor, source, source_ranks, source_rank)
             cut = generator.randrange(shard.numel() + 1)
             for start, stop in ((0, cut), (cut, shard.numel())):
                 held = local_boxes(shape, source, on(source_ranks, source_rank), start, stop)
@@ -144,9 +144,9 @@ def test_thousands_of_boxes_are_fast_and_small_in_the_manifest():
     tensor = numbered(shape)
     out = torch.full((36000,), -1)
     began = time.process_time()
-    copied = copy_overlap(source[1], find_batch_shard(tensor, placement, 2, 1), source[1], out)
+    copied = copy_overlap(source[1], slice_shard(tensor, placement, 2, 1), source[1], out)
     assert time.process_time() - began < 3
-    assert copied == 36000 and torch.equal(out, find_batch_shard(tensor, placement, 2, 1))
+    assert copied == 36000 and torch.equal(out, slice_shard(tensor, placement, 2, 1))
 
     entry = TensorEntry(shape, torch.int64, (ChunkEntry("a.safetensors", "x", source[1]),))
     manifest = Manifest(1, {}, {"a.safetensors": FileDigest(1 << 20, "0" * 64)}, {"x": entry})

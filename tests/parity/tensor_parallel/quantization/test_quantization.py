@@ -47,7 +47,7 @@ WIDE = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32}
 
 
 @functools.cache
-def find_base_model(model_type):
+def wide_tiny_model(model_type):
     changes = {name: value for name, value in WIDE.items() if hasattr(CONFIG_MAPPING[model_type](), name)}
     return make_tiny_model(CONFIG_MAPPING[model_type](), changes=changes, microbatches=2, batch_size=4)
 
@@ -62,8 +62,8 @@ def in_full_precision(model):
 
 @functools.cache
 def tiny_model_of(model_type, name):
-    base = replace(find_base_model(model_type), arguments={"quantization_config": SCHEMES[name]()})
-    model = get_peft_model(base.load(), METHODS["lora"](find_targets(find_base_model(model_type).load(), base)))
+    base = replace(wide_tiny_model(model_type), arguments={"quantization_config": SCHEMES[name]()})
+    model = get_peft_model(base.load(), METHODS["lora"](find_targets(wide_tiny_model(model_type).load(), base)))
     draw_parameters(model, 0, trained_only=True)
     folder = base.directory / f"adapter_{name}"
     model.save_pretrained(folder)
@@ -86,7 +86,7 @@ def test_every_scheme_is_compared():
 
 def dense_weights(name, text, sabotage=None):
     """Largest difference of what codes stand for to those of one process, over all weights of the twin."""
-    tiny_model = replace(find_base_model("llama"), arguments={"quantization_config": SCHEMES[name]()})
+    tiny_model = replace(wide_tiny_model("llama"), arguments={"quantization_config": SCHEMES[name]()})
 
     def on_rank():
         if sabotage is not None:
@@ -156,7 +156,7 @@ def trained(folder, tiny_model, text=None, resume=None):
     arguments = {} if text is None else {"megatron_config": ConfigUnderTest(**parse_layouts(text)[0].to_dict())}
     model = prepare_model_for_kbit_training(in_full_precision(tiny_model.load(**arguments)))
     torch.manual_seed(7)
-    model = get_peft_model(model, METHODS["lora"](find_targets(find_base_model("llama").load(), tiny_model)))
+    model = get_peft_model(model, METHODS["lora"](find_targets(wide_tiny_model("llama").load(), tiny_model)))
     settings = {"max_steps": 4, "save_steps": 2, "logging_steps": 1, "per_device_train_batch_size": 4}
     settings |= {"learning_rate": 1e-2, "report_to": [], "use_cpu": True, "gradient_checkpointing": True}
     trainer = Trainer(model, TrainingArguments(folder, **settings), train_dataset=rows, eval_dataset=rows[:4])
@@ -170,7 +170,7 @@ def trained(folder, tiny_model, text=None, resume=None):
 
 
 def test_a_trainer_resumes_on_another_layout_and_merges(tmp_path):
-    tiny_model = replace(find_base_model("llama"), arguments={"quantization_config": SCHEMES["nf4_double"]()})
+    tiny_model = replace(wide_tiny_model("llama"), arguments={"quantization_config": SCHEMES["nf4_double"]()})
     expected = trained(tmp_path / "one", tiny_model)
     split = run_ranks(lambda: trained(tmp_path / "tp", tiny_model, "tp2"), 2)[0]
     assert split[:5] == pytest.approx(expected, rel=1e-5)
@@ -184,7 +184,7 @@ def test_a_trainer_resumes_on_another_layout_and_merges(tmp_path):
 
 @pytest.mark.parametrize("name", ["nf4", "int8", "torchao"])
 def test_parameters_are_counted_as_in_one_process(name):
-    tiny_model = replace(find_base_model("llama"), arguments={"quantization_config": SCHEMES[name]()})
+    tiny_model = replace(wide_tiny_model("llama"), arguments={"quantization_config": SCHEMES[name]()})
 
     def counts(layout):
         arguments = {} if layout is None else {"megatron_config": layout}
@@ -201,7 +201,7 @@ def test_adapters_are_made_in_the_dtype_of_products(storage):
     settings = BitsAndBytesConfig(
         load_in_4bit=True, bnb_4bit_compute_dtype=torch.bfloat16, bnb_4bit_quant_storage=storage
     )
-    tiny_model = replace(find_base_model("llama"), arguments={"quantization_config": settings, "dtype": torch.bfloat16})
+    tiny_model = replace(wide_tiny_model("llama"), arguments={"quantization_config": settings, "dtype": torch.bfloat16})
 
     def made(layout):
         arguments = {} if layout is None else {"megatron_config": layout}
@@ -227,19 +227,19 @@ def test_modules_that_stock_leaves_out():
     def on_rank():
         found = {}
         for name, settings in cases.items():
-            tiny_model = replace(find_base_model("llama"), arguments={"quantization_config": settings})
+            tiny_model = replace(wide_tiny_model("llama"), arguments={"quantization_config": settings})
             model = tiny_model.load(megatron_config=ConfigUnderTest(tp_size=2))
             found[name] = parallel_state(model).placed[scheme.NAME].linears
         return found
 
     for name, linears in run_ranks(on_rank, 2)[0].items():
-        stock = replace(find_base_model("llama"), arguments={"quantization_config": cases[name]}).load()
+        stock = replace(wide_tiny_model("llama"), arguments={"quantization_config": cases[name]}).load()
         kinds = {linear: type(module.weight) for linear, module in stock.named_modules() if "_proj" in linear}
         assert linears == {linear for linear, kind in kinds.items() if kind is not torch.nn.Parameter}, name
 
 
 def test_what_is_refused(tmp_path):
-    tiny_model = find_base_model("llama")
+    tiny_model = wide_tiny_model("llama")
     narrow = make_tiny_model(CONFIG_MAPPING["llama"]())
     stock = replace(tiny_model, arguments={"quantization_config": SCHEMES["nf4"]()}).load()
     stock.save_pretrained(tmp_path / "quantized")
