@@ -18,7 +18,7 @@ from transformers.models.auto.modeling_auto import (
     MODEL_MAPPING_NAMES,
 )
 
-from ..models.modalities.images import SOUNDS, VIDEO_PIXELS, image_token, is_image
+from ..models.modalities.images import SOUNDS, VIDEO_PIXELS, image_token, is_image_argument
 from ..models.type_facts import get_type_facts
 from .tiny_config import full_config
 
@@ -131,7 +131,7 @@ def _get_text_class(config: PreTrainedConfig) -> str | None:
     if name is None or not name.endswith("ForCausalLM") or config.model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         return None
     arguments = inspect.signature(getattr(transformers, name).forward).parameters
-    return None if any(map(is_image, arguments)) else name
+    return None if any(map(is_image_argument, arguments)) else name
 
 
 def _part_with_causal_class(config: PreTrainedConfig) -> PreTrainedConfig | None:

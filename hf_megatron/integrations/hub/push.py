@@ -173,7 +173,7 @@ class _Push:
                 continue
             if digest is not None:
                 seen.add(digest)
-            least = assigned_bytes.index(min(view_as_bytes))
+            least = assigned_bytes.index(min(assigned_bytes))
             shares[least].append(name)
             assigned_bytes[least] += size
         return shares
