@@ -128,8 +128,10 @@ class GradAccess(Shared):
         """
         key = id(parameter)
         # A gradient that autograd added to the proxy in `.grad`.
-        gradient = self._proxies[key].copy_local_shard()
-        if gradient is None:
+        gradient = self._proxies[key].part
+        if gradient is not None:
+            self._proxies[key].part = None
+        else:
             gradient = parameter.grad
             assert gradient is not None
             if key in self._detached:

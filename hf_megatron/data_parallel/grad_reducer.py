@@ -203,7 +203,8 @@ class GradientReducer(Shared):
             return
         self._pending = True
         bucket.arrived.add(slot_idx)
-        self._start_complete()
+        if len(bucket.arrived) == len(bucket.slots):
+            self._start_complete()
 
     # Reduction
 

@@ -86,11 +86,6 @@ class ShardedGrad(ProxyTensor):
         """Returns the full gradient, in its parameter's shape and dtype; collective over the ranks that share it."""
         return self.owner.unsharded(self.key)
 
-    def copy_local_shard(self) -> Tensor | None:
-        """Takes out and returns the local gradient that autograd has added, of any shape."""
-        part, self.part = self.part, None
-        return part
-
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:  # type: ignore[override]
         first, kwargs = args[0], kwargs or {}
