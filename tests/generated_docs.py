@@ -3,11 +3,15 @@
 docs/patches.md   every replaced function and attribute
 docs/surface.md   what a training loop may do on which layout, as `python -m tests.helpers.loop_patterns` recorded it
 docs/versions.md  which versions the tests were run with, as `python -m tests.matrix` recorded it
+docs/gpu.md       what ran on GPUs, and README's status, from `tests/data/gpu_runs.json`
 """
 
+import json
 import os
 import re
+import textwrap
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from hf_megatron.compat.instance_patches import INSTANCE_PATCHES
 from hf_megatron.compat.patch_registry import Patch
@@ -57,7 +61,40 @@ def instance_patches() -> str:
     return "\n".join(["| attribute | stock | needed until |", "|---|---|---|", *rows]) + "\n"
 
 
+def gpu_runs() -> dict[str, Any]:
+    """Reads the record of what ran on GPUs."""
+    return json.loads((ROOT / "tests" / "data" / "gpu_runs.json").read_text(encoding="utf-8"))
+
+
+def gpu_table() -> str:
+    record = gpu_runs()
+    versions = ", ".join(f"{name} {version}" for name, version in record["versions"].items())
+    rows = [f"| {' | '.join(row)} |" for row in record["runs"]]
+    head = [
+        f"Hardware: {record['hardware']}. Versions: {versions}.",
+        "",
+        "| what | layouts | equal to |",
+        "|---|---|---|",
+    ]
+    return "\n".join([*head, *rows, "", *record["notes"]]) + "\n"
+
+
+def gpu_gaps() -> str:
+    return "".join(f"- {gap}\n" for gap in gpu_runs()["not_run"])
+
+
+def gpu_status() -> str:
+    record = gpu_runs()
+    text = (
+        f"Alpha. All tests run on CPU ranks over gloo. The GPU tests ran on {record['hardware']} "
+        f"([{len(record['runs'])} comparisons](docs/gpu.md)). Not run on a GPU yet: {', '.join(record['not_run'][:4])}."
+    )
+    return textwrap.fill(text, 80) + "\n"
+
+
 PARTS: dict[str, dict[str, Callable[[], str]]] = {
+    "README.md": {"status": gpu_status},
+    "docs/gpu.md": {"GPU runs": gpu_table, "not run": gpu_gaps},
     "docs/patches.md": {"patches": patches, "instance patches": instance_patches},
     "docs/surface.md": {"habits": table},
     "docs/versions.md": {"versions": versions},

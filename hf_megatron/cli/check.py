@@ -1,4 +1,4 @@
-"""`hf-megatron check`."""
+"""`hf-megatron check` and `new-family`."""
 
 import json
 import os
@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from .exit_codes import FAILURE, failing
+from .options import Model
 
 
 def _require_device(device: str, record: Path | None) -> None:
@@ -103,3 +104,12 @@ def check(
     typer.echo(f"{passed} of {len(results)} cases equal one process")
     if passed < len(results):
         raise typer.Exit(FAILURE)
+
+
+def new_family(model: Model) -> None:
+    """Print a skeleton of models/families/TYPE.py for a model type that is not supported yet."""
+    from ..testing.new_family import make_family_skeleton
+    from ..testing.resolve_model import resolve_config
+
+    with failing():
+        typer.echo(make_family_skeleton(resolve_config(model)), nl=False)

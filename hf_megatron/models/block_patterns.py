@@ -19,7 +19,7 @@ _QUERY_KEY_VALUE = (
 _FUSED = ("Wqkv", "qkv_proj", "query_key_value", "c_attn", "qkv")
 # Output gate per head entry, projected like the query.
 _GATES = ("g_proj", "gate_proj")
-_OUTPUT = ("o_proj", "out_proj", "dense", "o", "out_lin", "linear_out", "Wo", "wo", "out", "c_proj", "proj")
+OUTPUT_LINEARS = ("o_proj", "out_proj", "dense", "o", "out_lin", "linear_out", "Wo", "wo", "out", "c_proj", "proj")
 # Input linears of an MLP, and its output linear.
 _MLP = (
     *((("gate_proj", "up_proj"), "down_proj"), (("up_proj",), "down_proj"), (("fc1",), "fc2"), (("lin1",), "lin2")),
@@ -28,8 +28,8 @@ _MLP = (
     *((("Wi",), "Wo"), (("gate_up_proj",), "down_proj"), (("dense_in",), "dense_out"), (("fc_in",), "fc_out")),
     *((("linear_1",), "linear_2"), (("c_fc_0", "c_fc_1"), "c_proj"), (("ffn",), "ffn_output")),
 )
-_HEADS = ("num_attention_heads", "num_heads", "n_heads", "n_head", "nhead", "num_query_heads", "heads")
-_KEY_VALUE_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads")
+HEAD_COUNTS = ("num_attention_heads", "num_heads", "n_heads", "n_head", "nhead", "num_query_heads", "heads")
+KEY_VALUE_HEAD_COUNTS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads")
 _HEAD_SIZES = ("head_dim", "attention_head_size", "key_value_proj_dim", "head_size", "dim_per_head")
 _WIDTHS = ("all_head_size", "inner_dim", "embed_dim", "hidden_size", "dim", "d_model", "split_size", "embed_size")
 # Attention score biases with one entry per head, computed once for all layers.
@@ -82,12 +82,19 @@ def _linear(module: nn.Module, name: str) -> Any | None:
     return submodule if type(submodule) is nn.Linear or type(submodule).__name__ == "Conv1D" else None
 
 
+def get_widths(module: nn.Module) -> tuple[int, int] | None:
+    """Returns the input and output widths of an `nn.Linear` or transformers' `Conv1D`, `None` for other modules."""
+    if isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D":
+        return _width_in(module), _width_out(module)
+    return None
+
+
 def _width_in(linear: Any) -> int:
-    return int(linear.in_features if type(linear) is nn.Linear else linear.weight.shape[0])
+    return int(linear.in_features if isinstance(linear, nn.Linear) else linear.weight.shape[0])
 
 
 def _width_out(linear: Any) -> int:
-    return int(linear.out_features if type(linear) is nn.Linear else linear.nf)
+    return int(linear.out_features if isinstance(linear, nn.Linear) else linear.nf)
 
 
 def _attention(structure: FoundBlocks, name: str, module: nn.Module, modules: Mapping[str, nn.Module]) -> None:
@@ -95,9 +102,9 @@ def _attention(structure: FoundBlocks, name: str, module: nn.Module, modules: Ma
     if not columns:
         return
     width = _width_out(columns[0]) // (3 if is_fused else 1)
-    row = next((n for n in _OUTPUT if (of := _linear(module, n)) is not None and _width_in(of) == width), None)
+    row = next((n for n in OUTPUT_LINEARS if (of := _linear(module, n)) is not None and _width_in(of) == width), None)
     full_row = f"{name}.{row}" if row is not None else _sibling_row_linear(name, width, modules)
-    heads, size = _count(module, _HEADS), _count(module, _HEAD_SIZES)
+    heads, size = _count(module, HEAD_COUNTS), _count(module, _HEAD_SIZES)
     if full_row is None or not (heads or size) or (heads and width % heads):
         return
     size = size or width // (heads or 1)
@@ -118,18 +125,18 @@ def _attention(structure: FoundBlocks, name: str, module: nn.Module, modules: Ma
             structure.plan[f"{name}.{child}.weight"] = "shard_dim_-1"
         elif next(other.parameters(), None) is not None:
             structure.plan[f"{name}.{child}"] = "replicated_with_grad_allreduce"
-    counts = {count for count in (width // size, _count(module, _KEY_VALUE_HEADS)) if count}
+    counts = {count for count in (width // size, _count(module, KEY_VALUE_HEAD_COUNTS)) if count}
     read = _attributes_read(type(module))
     local = [
         key
         for key, value in vars(module).items()
         if key in read
-        and (key in (*_HEADS, *_KEY_VALUE_HEADS) and value in counts or key in _WIDTHS and value == width)
+        and (key in (*HEAD_COUNTS, *KEY_VALUE_HEAD_COUNTS) and value in counts or key in _WIDTHS and value == width)
     ]
     # Head counts that the forward reads from the config instead of its own attributes.
     local += [
         f"config.{key}"
-        for key in sorted(_attributes_read(type(module), owner="config") & {*_HEADS, *_KEY_VALUE_HEADS})
+        for key in sorted(_attributes_read(type(module), owner="config") & {*HEAD_COUNTS, *KEY_VALUE_HEAD_COUNTS})
         if getattr(module.config, key, None) in counts
     ]
     if local:

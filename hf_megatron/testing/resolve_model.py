@@ -62,12 +62,17 @@ def print_plan(model: str, layout: MegatronConfig) -> str:
         ConfigError: the config cannot be read, or no model can be built from it.
     """
     config = resolve_config(model)
-    instance = _without_weights(model, config)
+    instance = build_on_meta(model, config)
     state = plan(instance, layout, Axes.of(layout, 0))
     return str(ParallelPlan(state.shardings.values(), state.cut))
 
 
-def _without_weights(model: str, config: PreTrainedConfig) -> Any:
+def build_on_meta(model: str, config: PreTrainedConfig) -> Any:
+    """Builds the class in `config.architectures`, or the one with a loss on tokens, on the meta device.
+
+    Raises:
+        ConfigError: no model can be built from the config.
+    """
     names = config.architectures or []
     named = getattr(transformers, names[0], None) if len(names) == 1 and isinstance(names[0], str) else None
     make = auto_class(config).from_config if named is None else named._from_config
