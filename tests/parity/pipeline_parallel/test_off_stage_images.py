@@ -13,20 +13,20 @@ TYPES = ("blip-2", "blip", "kosmos-2", "git")
 
 @pytest.mark.parametrize("model_type", TYPES)
 @pytest.mark.parametrize("layout", PIPELINES, ids=named)
-def test_layouts_equal_one_process(model_type, layout):
+def test_layouts_match_single_process(model_type, layout):
     comparison = check_tiny_model(tiny_model(model_type), ConfigUnderTest(**layout))
     assert comparison.passed, comparison.report()
 
 
 @pytest.mark.parametrize("model_type", ["blip-2", "kosmos-2"])
-def test_features_that_are_left_out_are_found(model_type):
+def test_dropped_image_features_are_detected(model_type):
     """The seeded fault: a first stage that is called as if it had no tower."""
 
-    def sabotage():
+    def use_text_only_arguments():
         original = off_stage_images.OffStageImages.arguments
         off_stage_images.OffStageImages.arguments = lambda images, given, stage, **kw: original(images, given, 1, **kw)
 
     comparison = check_tiny_model(
-        tiny_model(model_type), ConfigUnderTest(pp_size=2, num_microbatches=2), sabotage=sabotage
+        tiny_model(model_type), ConfigUnderTest(pp_size=2, num_microbatches=2), sabotage=use_text_only_arguments
     )
     assert not comparison.passed and comparison.worst.value > 10
