@@ -1,4 +1,4 @@
-"""bf16: the error against an fp32 reference is at most 1.5 times that of one process in bf16."""
+"""Tests of bf16 accuracy: the error to an fp32 reference is at most 1.5 times the single-process bf16 error."""
 
 import pytest
 import torch
@@ -42,7 +42,7 @@ def test_error_relative_to_fp32(model_type, name):
     assert reference_error(parallel, tiny_model.reference) <= 1.5 * reference_error(
         single_process, tiny_model.reference
     )
-    # One process's loss may be right by chance: then a unit of bf16 counts.
+    # The single-process loss may be exact by chance: one bf16 epsilon is allowed.
     by_chance = torch.finfo(torch.bfloat16).eps * tiny_model.reference.loss
     assert abs(parallel.loss - tiny_model.reference.loss) <= max(
         1.5 * abs(single_process.loss - tiny_model.reference.loss), by_chance

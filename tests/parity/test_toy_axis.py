@@ -1,4 +1,4 @@
-"""What a new parallel axis costs: one folder and one line, and everything else follows from its claims."""
+"""Tests of a new parallel axis: one folder and one entry in `AXES`; the rest follows from its parameter shardings."""
 
 import pytest
 import torch
@@ -38,7 +38,7 @@ def test_new_axis_matches_single_process(tiny_model, text):
 
 
 def test_wrong_gradient_average_is_detected(tiny_model):
-    """The seeded fault: a part's gradient is averaged over all dp ranks, those with the other part included."""
+    """Seeded fault: a shard's gradient is averaged over all dp ranks, including ranks with the other shard."""
 
     def average_over_all_dp_ranks():
         original = axis.place
@@ -87,11 +87,11 @@ def test_checkpoints_follow_the_shardings(stories, tmp_path):
     run_ranks(train_and_save, 4, stories, layout, tmp_path)
     [expected] = run_ranks(train_and_save, 1, stories, None)
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged").state_dict()
-    # A step of 1e-2 from small gradients makes 1e-5 of their round-off; a lost moment is a whole step.
+    # A step of 1e-2 turns the round-off of small gradients into 1e-5; a lost moment changes a full step.
     for name, tensor in expected.items():
         assert torch.allclose(merged[name], tensor, atol=1e-4), name
 
-    # The moments too: one more step from what was saved, in one process, is two steps.
+    # Optimizer moments: a second step resumed from the saved state, in a single process and with the axis.
     again = run_ranks(train_and_save, 1, stories, None, None, tmp_path / "state")[0]
     assert any(not torch.equal(again[name], expected[name]) for name in expected)
     second_folder = tmp_path / "one"

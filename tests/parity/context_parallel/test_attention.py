@@ -1,4 +1,4 @@
-"""Attention over ranks against attention of one process: output and every gradient, in double precision."""
+"""Parity tests of context-parallel attention: output and every gradient, in double precision."""
 
 import itertools
 
@@ -17,7 +17,7 @@ from hf_megatron.context_parallel.varlen_batching import JoinedBlocks
 from hf_megatron.core.fork_harness import run_ranks
 from tests.unit.context_parallel.test_load_balancing import masks
 
-# Name -> ranks, those that exchange heads, whether keys are gathered.
+# Name -> ranks, ranks that exchange heads (all-to-all), whether keys are all-gathered.
 SCHEMES = {
     "p2p": (2, 1, False),
     "a2a": (2, 2, False),
@@ -26,7 +26,7 @@ SCHEMES = {
     "a2a+p2p": (4, 2, False),
     "a2a and all_gather": (4, 2, True),
 }
-# Heads, heads of keys, width of queries, of values, further options.
+# Query heads, key heads, head size of queries and of values, options.
 KINDS = {
     "plain": (4, 4, 8, 8, {}),
     "grouped": (4, 2, 8, 8, {}),
@@ -59,7 +59,7 @@ def compute_reference(kind, length, dense):
     if sinks is not None:
         scores = torch.cat([scores, sinks.view(1, -1, 1, 1).expand(BATCH, -1, length, 1)], -1)
     weights = scores.softmax(-1)
-    # A query without any key gets nothing, as from sdpa.
+    # A query without any key gets zeros, as in sdpa.
     weights = weights.masked_fill(~dense.any(-1).view(-1, 1, length, 1), 0)[..., :length]
     out = weights @ v.repeat_interleave(groups, 1)
     leaves = [tensor for tensor in (q, k, v, sinks) if tensor is not None]
@@ -67,7 +67,7 @@ def compute_reference(kind, length, dense):
 
 
 def make_context_groups(ranks, heads, gathers):
-    """Neighbours exchange heads; those that are as many ranks apart make a ring."""
+    """Returns groups of `heads` neighboring ranks for the all-to-all, and rings of ranks that are `heads` apart."""
     neighbours = [tuple(range(first, first + heads)) for first in range(0, ranks, heads)]
     rings = [tuple(range(first, ranks, heads)) for first in range(heads)]
     process_groups = [
@@ -78,7 +78,7 @@ def make_context_groups(ranks, heads, gathers):
 
 
 def run_on_ranks(scheme, cases, length, joins=None):
-    """Every rank's output and gradients for cases of (kind, mask), put together."""
+    """Returns the gathered output and gradients for each (kind, mask) case."""
     ranks, heads, gathers = SCHEMES[scheme]
 
     def on_rank():
@@ -106,13 +106,13 @@ def run_on_ranks(scheme, cases, length, joins=None):
             ]
             for tensors in list(zip(*parts, strict=True))[:4]
         ]
-        # Each rank has its part of the gradient of what all of them hold.
+        # Gradients of replicated sinks are partial on each rank.
         merged.append(gathered + [sum(tensors) for tensors in list(zip(*parts, strict=True))[4:]])
     return merged
 
 
 class ContextGroupSizes(ContextGroups):
-    """The sizes without groups."""
+    """Sizes without process groups."""
 
     def __init__(self, ranks, heads):
         object.__setattr__(self, "_sizes", (heads, ranks // heads))
@@ -144,14 +144,14 @@ def test_attention_matches_single_process(scheme):
 
 @pytest.mark.parametrize("scheme", ["p2p", "p2p of four", "a2a", "all_gather"])
 def test_joined_blocks_match_single_process(scheme, monkeypatch):
-    """As flash kernels for rows of unequal length are called on a device: all blocks of a step at once."""
+    """Joins all blocks of a step in one call, as for varlen flash kernels on a device."""
     monkeypatch.setattr(masks_module, "TILE", 8)
     errors = compute_worst_errors(CASES, run_on_ranks(scheme, CASES, 61, joins=True), 61)
     assert max(errors.values()) < 1e-12, errors
 
 
 def test_packed_sequence_takes_two_kernel_calls(monkeypatch):
-    """However many documents it has: one call of causal blocks, one of blocks that are seen whole."""
+    """For any number of documents: one call for all causal blocks and one for all full blocks."""
     borders = torch.zeros(1, 64, dtype=torch.bool)
     borders[0, [9, 20, 40]] = True
     mask = SequenceMask.causal(64).documents(borders)
@@ -172,7 +172,7 @@ def test_packed_sequence_takes_two_kernel_calls(monkeypatch):
 
 
 def test_varlen_flash_shapes_and_dtypes():
-    """On fake tensors of a device, as there may be none: shapes and types of torch's own calls."""
+    """Uses fake CUDA tensors, since there may be no device: shapes and dtypes of torch's operators."""
     with FakeTensorMode():
         q = torch.empty(30, 4, 64, device="cuda", dtype=torch.bfloat16)
         k = torch.empty(40, 2, 64, device="cuda", dtype=torch.bfloat16)
@@ -186,7 +186,7 @@ def test_varlen_flash_shapes_and_dtypes():
 
 
 def test_scores_are_computed_in_tiles(monkeypatch):
-    """Where no fused kernel computes a block: blocks of more queries than a tile has."""
+    """Covers the path without a fused kernel, for blocks with more queries than a tile."""
     monkeypatch.setattr(kernels, "TILE", 5)
     cases = [("softcap", name) for name in ("causal", "full", "window", "left padding")]
     errors = compute_worst_errors(cases, run_on_ranks("p2p", cases, 61), 61)
@@ -194,7 +194,7 @@ def test_scores_are_computed_in_tiles(monkeypatch):
 
 
 def test_keys_are_sent_before_block_computation():
-    """What is sent is on its way while a block is computed, and waited for after it."""
+    """Keys and values are in flight while a block is computed, and waited for after it."""
 
     def on_rank():
         events = []
@@ -290,7 +290,7 @@ stock_rank = dist.get_rank
 
 
 def _add_sink_per_block(stock):
-    """Has every step of a ring take the weight of a sink."""
+    """Adds the weight of a sink in every ring step."""
 
     def add_forward(self, out, lse, *tensors):
         stock(self, out, lse, *tensors)
@@ -302,7 +302,7 @@ def _add_sink_per_block(stock):
 
 
 def _keep_first_copy_gradient(stock):
-    """Has gradients go back through the first of the copies of a head alone."""
+    """Propagates gradients through the first copy of a repeated head only."""
 
     def repeat_interleave(self, copies, dim):
         parts = [self if number == 0 else self.detach() for number in range(copies)]
@@ -312,7 +312,7 @@ def _keep_first_copy_gradient(stock):
 
 
 def _use_last_sent_gradients(travelling):
-    """Takes the gradients that were sent on last for this rank's own."""
+    """Returns the gradients sent last instead of the received gradients of local keys and values."""
     travelling.passing.wait()
     return attention._unpacked(
         travelling.row, travelling.row.groups.ring_rank, travelling._sent, travelling.k, travelling.v
@@ -329,7 +329,7 @@ def _flip_keys(around):
 
 @pytest.mark.parametrize("softcap", [None, 2.0])
 def test_host_masks_move_to_the_device(softcap):
-    """Shapes and devices alone are looked at, as any accelerator would."""
+    """Runs on meta tensors, which check shapes and devices as on any accelerator."""
     q, k, v, gradient, out = (torch.empty(2, 4, 8, 16, device="meta") for _ in range(5))
     options = {"causal": False, "mask": torch.ones(2, 1, 8, 8, dtype=torch.bool)}
     kernel = Kernel(0.25, softcap)

@@ -1,4 +1,4 @@
-"""Rows over several ranks against one process: loss, every gradient and the weights after two steps."""
+"""Parity tests of context parallelism: loss, every gradient and the weights after two steps."""
 
 import dataclasses
 import functools
@@ -68,7 +68,7 @@ def test_types_match_single_process(model_type, name):
     "model_type", ["gpt2", "gpt_oss", "qwen3_next", "doge", "bloom", "falcon", "gptj", "llama4_text"]
 )
 def test_sequence_parallel_within_context_parallel(model_type):
-    """Biases behind row linears, blocks that mix tokens: each rank has a part of what another axis has cut."""
+    """Biases after row-parallel linears, and token-mixing blocks, where cp shards of a sequence are split over tp."""
     comparison = check_tiny_model(get_tiny_model(model_type), ConfigUnderTest(**LAYOUTS["tp2+sp+cp2"]))
     assert comparison.passed, comparison.report()
 
@@ -80,12 +80,12 @@ def test_recomputed_attention(name):
 
 
 def test_local_bias_gradients_are_detected():
-    """The seeded fault: of a bias behind a split sequence each rank keeps its own part of the gradient."""
+    """Seeded fault: the gradient of a bias on a sequence-parallel output is not summed over tp."""
 
     def skip_bias_gradient_sum():
         RowParallelLinear.sum_bias_gradient = property(lambda self: False, lambda self, value: None)
 
-    # Also of a twin whose own round-off widens its limits.
+    # gpt_oss: round-off of the reference widens its tolerances.
     for model_type in ("gpt2", "gpt_oss"):
         comparison = check_tiny_model(
             get_tiny_model(model_type), ConfigUnderTest(**LAYOUTS["tp2+sp+cp2"]), sabotage=skip_bias_gradient_sum
@@ -94,7 +94,7 @@ def test_local_bias_gradients_are_detected():
 
 
 def sum_gradients_over_cp():
-    """Divides gradients by the ranks of a row no more."""
+    """Sums gradients over cp instead of averaging them."""
     along = GradSyncGroup.along.__func__
     GradSyncGroup.along = classmethod(
         lambda cls, axis, mesh: dataclasses.replace(along(cls, axis, mesh), divisor=mesh.axes.size("dp"))
@@ -102,7 +102,7 @@ def sum_gradients_over_cp():
 
 
 def skip_cp_reduction():
-    """Has nobody add up over the ranks of a row."""
+    """Reduces gradients over dp only, not over cp."""
     context_parallel.place = lambda model, state: stock(model, state) or _average_over_dp_only(state)
 
 
@@ -117,7 +117,7 @@ def _average_over_dp_only(state):
 
 
 def restart_positions_per_rank():
-    """Counts the positions of each rank from zero."""
+    """Uses the first tokens of a sequence on each rank, so that positions start at zero."""
     SharedSample.own = lambda self, tensor, dim=1: tensor.narrow(dim, 0, self.order.sizes[self.groups.rank])
 
 
@@ -126,12 +126,12 @@ def ignore_windows():
 
 
 def skip_loss_gradient_sum():
-    """Has every rank hand on the gradient of its own part of the loss, as if it were averaged with nobody's."""
+    """Passes on the local gradient of the loss without the all-reduce."""
     mean_grad_ops._Sum.backward = staticmethod(lambda ctx, gradient: (gradient, None))
 
 
 def shift_labels_after_split():
-    """Shifts labels that were cut already."""
+    """Shifts labels after they were sharded."""
     resolve_targets = call_targets.resolve_targets
     token_loss.resolve_targets = lambda labels, shift_labels, **options: labels
     original_own = local_tokens.HeldTokens.own
@@ -141,7 +141,7 @@ def shift_labels_after_split():
 
 
 def use_local_denominator():
-    """Divides the loss by the targets of this rank's tokens."""
+    """Divides the local loss by the number of local targets."""
     original_own = local_tokens.HeldTokens.own
     local_tokens.HeldTokens.own = lambda self, labels: _record_local_targets(original_own(self, labels))
     sum_of_ranks = local_tokens.HeldTokens.sum
@@ -165,12 +165,12 @@ def _record_call_targets(count):
 
 
 def skip_token_gradient_sum():
-    """Hands a rank its own gradient of joined tokens alone."""
+    """Replaces the reduce-scatter of gathered tokens' gradients with a local slice."""
     token_exchange.reduce_scatter = lambda joined, dim, group: take_shard(joined, dim, group).contiguous()
 
 
 def skip_full_sequence_blocks():
-    """Has blocks that need whole rows computed on this rank's tokens."""
+    """Runs blocks that need full sequences on local tokens."""
     full_sequence_blocks.FullSequenceBlock.install = lambda self, block: None
 
 
@@ -227,7 +227,7 @@ def _change_batch(batch, name):
     batch = {key: value for key, value in batch.items() if key in ("input_ids", "labels")}
     batch_size, length = batch["input_ids"].shape
     if name == "labels on one rank":
-        # Predicted by tokens 6 and 7, of 13: in both orders those of one rank.
+        # Targets of tokens 6 and 7 of 13, which are on the same rank in both token orders.
         others = torch.ones(length, dtype=torch.bool)
         others[7:9] = False
         return batch | {"labels": batch["input_ids"].masked_fill(others, -100)}

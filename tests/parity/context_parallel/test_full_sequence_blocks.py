@@ -1,4 +1,4 @@
-"""Blocks that see whole sequences inside a sequence parallel stack and have a style of their own."""
+"""Parity tests of full-sequence blocks with a sharding style in a sequence-parallel stack."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ from hf_megatron.testing.parity import check_tiny_model, make_tiny_model
 
 
 class _OneExpert(nn.Module):
-    """A block that holds its weights itself, as experts do, and stands directly under a layer."""
+    """MLP that owns its weights, as experts do, and is a direct child of a layer."""
 
     def __init__(self, config: LlamaConfig):
         super().__init__()

@@ -1,6 +1,6 @@
-"""Data parallelism against one process: the same rows over the dp ranks give the same loss, gradients and weights.
+"""Parity tests of data parallelism: loss, gradients and weights for the same global batch.
 
-Five rows, one of them without any label, so that dp ranks have unequal numbers of rows and of labels.
+Batches have five samples, one without labels, so that dp ranks have unequal numbers of samples and of labels.
 """
 
 import functools
@@ -72,7 +72,7 @@ def test_several_buckets_match_single_process(layout):
 
 
 def use_native_collectives():
-    """Takes the way of backends whose own collectives are used; gloo's stand for them."""
+    """Selects the code path of backends with native collectives; gloo's collectives are called there."""
     dist.get_backend = lambda group=None: "nccl"
     use_small_buckets()
 
@@ -96,14 +96,14 @@ def test_pipeline_native_collectives_match_single_process():
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_ranks_have_unequal_samples_and_labels(ranks):
-    """What the cases above rely on."""
+    """Precondition of the cases above."""
     parts = _get_tiny_model("llama", 3).batches[0]["labels"].tensor_split(ranks)
     assert len({len(part) for part in parts}) == 2
     assert len({int((part[:, 1:] != -100).sum()) for part in parts}) == 2
 
 
 class _ScaledGradient(torch.autograd.Function):
-    """Identity whose gradient is multiplied by a factor of this rank's own, on average 1."""
+    """Identity whose gradient is multiplied by a rank-dependent factor that averages to 1."""
 
     @staticmethod
     def forward(ctx, loss, factor):
@@ -128,7 +128,7 @@ def scale_loss_gradient_by_rank(model):
 
 @pytest.mark.parametrize("text", ["dp2", "dp2+zero3", "tp2+dp2", "pp2+dp2", "cp2+dp2"])
 def test_rank_loss_factors_are_averaged(text):
-    """As loops multiply a loss by their rank's share of the tokens."""
+    """Training loops multiply a loss by their rank's share of the tokens."""
     [layout] = parse_layouts(text)
     tiny_model = make_tiny_model(CONFIG_MAPPING["llama"](), microbatches=2, batch_size=5)
     comparison = check_tiny_model(tiny_model, layout, prepare=scale_loss_gradient_by_rank)
@@ -136,7 +136,7 @@ def test_rank_loss_factors_are_averaged(text):
 
 
 def test_unaveraged_loss_factors_are_detected():
-    """The seeded fault."""
+    """Seeded fault: the local gradient times the group size replaces the all-reduced gradient."""
 
     def skip_gradient_average():
         mean_grad_ops._added_up = lambda gradient, group: gradient * torch.distributed.get_world_size(group)

@@ -1,4 +1,4 @@
-"""Rotary embeddings scaled by the longest text of a batch, where its rows lie in parts, against one process."""
+"""Parity tests of rotary embeddings scaled by the longest sequence of a batch that is sharded over ranks."""
 
 import dataclasses
 import functools
@@ -37,7 +37,7 @@ LAYOUTS = {
 
 @functools.lru_cache(maxsize=2)
 def get_tiny_model(kind):
-    """The first row's positions are the largest; they end where the others' documents are short."""
+    """Returns a tiny model; in its batch, two samples have long documents and two have short documents."""
     changes = {"rope_parameters": SCALED[kind], "max_position_embeddings": 8, "head_dim": 16}
     base = make_tiny_model(CONFIG_MAPPING["llama"](), changes=changes)
     generator = torch.Generator().manual_seed(0)
@@ -70,7 +70,7 @@ def test_local_rope_scales_are_detected(kind, name):
 
 
 def compute_external_loss(model, labels, **batch):
-    """Takes the mean of a batch of four rows from the logits of this rank's."""
+    """Returns this rank's share of the mean loss of a global batch of four samples, computed from its local logits."""
     state = parallel_state(model)
     logits = model(**batch).logits[:, :-1].flatten(0, 1)
     total = cross_entropy(logits, labels[:, 1:].flatten(), reduction="sum")

@@ -1,4 +1,4 @@
-"""Experts over several ranks against one process: every layout they combine with, starved ranks, seeded faults."""
+"""Parity tests of expert parallelism: combinations with other axes, ranks without tokens, seeded faults."""
 
 import copy
 import dataclasses
@@ -55,12 +55,12 @@ LAYOUTS = [
     "dp4+replicas2+ep2",
     "dp2+pp2+tp2+sp+ep4",
 ]
-# Routers that draw groups, gates beside shared experts, transposed experts with biases, experts that are given all.
+# Group-limited routers, gated shared experts, transposed experts with biases, experts called with all tokens.
 TYPES = {"deepseek_v3": "tp2+sp+ep2", "qwen2_moe": "tp2+sp+ep2", "gpt_oss": "dp2+ep2", "llama4_text": "tp2+ep2"}
 
 
-# Over tp, over dp, over both, and repeated: routers with groups, biases that they choose by, gates, no gates,
-# transposed experts, weights one below the other, state space layers beside them.
+# Experts over tp, dp, both, and replicated: group-limited routers, selection biases, gates, no gates, transposed
+# experts, stacked expert weights, models with state space layers.
 FOUR_RANKS = {
     "deepseek_v3": ("dp4+ep4", "dp2+tp2+sp+ep4"),
     "ernie4_5_moe": ("tp4+ep4",),
@@ -169,7 +169,7 @@ def test_identity_expert_counts(changes):
 
 
 def route_to_first_rank(model):
-    """Sends every token to experts of the first rank."""
+    """Biases all routers so that every token selects experts of the first rank."""
     for name, module in model.named_modules():
         if name.endswith("mlp.router"):
             with torch.no_grad():
@@ -178,7 +178,7 @@ def route_to_first_rank(model):
 
 @pytest.mark.parametrize("text", ["dp2+ep2", "dp2+ep2+zero3", "tp2+ep2", "dp4+ep4"])
 def test_ranks_without_tokens(text):
-    # With other draws a unit stands at its clamp, and AdamW decides on which side.
+    # With other seeds an activation lies on its clamp bound, and a step of AdamW decides on which side.
     tiny_model = make_tiny_model(CONFIG_MAPPING["gpt_oss"](), microbatches=2, batch_size=4, seed=20)
     model = tiny_model.load()
     route_to_first_rank(model)
@@ -194,7 +194,7 @@ def test_ranks_without_tokens(text):
 @pytest.mark.parametrize("text", ["dp2+ep2", "tp2+ep2", "tp2+sp+ep2"])
 @pytest.mark.parametrize("length", [1, 3])
 def test_few_tokens(text, length):
-    """A rank of a split sequence has no token; the ranks of dp have one each."""
+    """With length 1, one sequence-parallel rank has no token and each dp rank has one."""
     config = CONFIG_MAPPING["qwen3_moe"]()
     tiny_model = make_tiny_model(config, batch_size=2, sequence_length=length + 1)
     [layout] = parse_layouts(text)
@@ -223,12 +223,12 @@ def test_shared_experts(with_shared_experts, text, recompute):
 
 
 def record_overlap_events(tiny_model, recompute):
-    """What happens around the exchange of rows in a layer's second forward, and in its backward."""
+    """Returns the order of all-to-alls and shared experts in the second forward of a model and in its backward."""
     layout = ConfigUnderTest(dp_size=2, ep_size=2, recompute=recompute)
     model = tiny_model.load(megatron_config=layout).train()
     batch = {name: value[:1] for name, value in tiny_model.batches[0].items()}
     model(**batch).loss.backward()
-    # Exchanges are kept, so that no two have the same identity.
+    # Exchanges are kept alive so that ids are unique.
     events, exchanges = [], []
     post, wait = all_to_all._Exchange.post, all_to_all._Exchange.wait
 
@@ -266,7 +266,7 @@ def record_overlap_events(tiny_model, recompute):
 
 @pytest.mark.parametrize("recompute", [None, "full"])
 def test_shared_experts_overlap_token_exchange(with_shared_experts, recompute):
-    """In every layer rows are posted, shared experts computed, and rows waited for; and so are their gradients."""
+    """In every layer shared experts run while an all-to-all is in flight, in forward and in backward."""
 
     def count_pending_exchanges(events, name):
         pending = []
@@ -288,7 +288,7 @@ def test_shared_experts_overlap_token_exchange(with_shared_experts, recompute):
 
 
 def measure_copy_losses(tiny_model, layout):
-    """A copy's loss before its original was changed, after that, and after a change of its own."""
+    """Returns a copy's loss: unchanged, after a change of the original, and after a change of the copy."""
     model = tiny_model.load(megatron_config=layout).eval()
     batch = tiny_model.batches[0]
     with torch.no_grad():
@@ -314,7 +314,7 @@ def test_deepcopy_has_independent_shared_experts(with_shared_experts, text):
 
 
 def count_routes():
-    """Counts the routes that are found, and how many of them in backward."""
+    """Counts computed routes; returns a list of their number in forward and in backward."""
     counts = [0, 0]
     original = token_dispatcher.AllToAll._route
 
@@ -337,7 +337,7 @@ def count_routes_in_step(tiny_model, reentrant):
 
 
 def test_recomputed_layers_route_once(tiny_model):
-    """Two forwards are under way; with reentrant checkpoints, whose inputs are others, layers route again."""
+    """With two active forwards; reentrant checkpoints rerun layers on detached inputs, which are routed again."""
     for counts, moe_blocks in run_ranks(count_routes_in_step, 2, tiny_model, False):
         assert counts == [2 * moe_blocks, 0]
     for counts, moe_blocks in run_ranks(count_routes_in_step, 2, tiny_model, True):
@@ -345,7 +345,7 @@ def test_recomputed_layers_route_once(tiny_model):
 
 
 def test_recompute_reuses_routing(tiny_model):
-    """A router that chooses otherwise when it is computed again, as near-ties do on devices, changes nothing."""
+    """A router that selects other experts when recomputed, as near-ties do on accelerators, has no effect."""
 
     def perturb_recomputed_routers(model):
         for module in model.modules():
@@ -365,7 +365,7 @@ def test_recompute_reuses_routing(tiny_model):
 
                 module.forward = shard_safe(forward)
 
-    # Scores of the negated router have another gradient; where rows went is what is compared.
+    # Scores of the negated router have another gradient, so dispatched experts are compared instead of gradients.
     def collect_dispatches(model_edit):
         model = tiny_model.load(megatron_config=ConfigUnderTest(dp_size=2, ep_size=2, recompute="full")).train()
         model_edit(model)
@@ -401,7 +401,7 @@ def test_expert_implementations(tiny_model, implementation):
 
 
 class _WeightPenalty(torch.autograd.Function):
-    """A loss whose gradient reaches weights by themselves too."""
+    """Identity on a loss; its backward adds a weight decay gradient directly to the weights."""
 
     @staticmethod
     def forward(ctx, loss, *weights):
@@ -424,7 +424,7 @@ def _add_penalty(model, args, output):
 
 @pytest.mark.parametrize("text", ["dp2+ep2", "dp4+ep2+zero2", "cp2+ep2", "tp4+ep2", "dp2+tp2+ep4", "dp2+tp2+etp2+ep2"])
 def test_weight_penalties_count_once(tiny_model, text):
-    """Penalties count once, whoever sends tokens to the experts."""
+    """Gradients of weight penalties count once, whichever ranks dispatch tokens to the experts."""
     model = tiny_model.load()
     register_weight_penalty(model)
     reference = measure(model, tiny_model.batches)
@@ -436,7 +436,7 @@ def test_weight_penalties_count_once(tiny_model, text):
     assert comparison.passed, comparison.worst
 
 
-# Seeded faults, each of which a comparison has to find.
+# Seeded faults
 
 
 def average_over(axis):
@@ -562,7 +562,7 @@ def test_identity_expert_faults_are_detected(with_identity_experts, sabotage, te
 
 
 def test_starved_experts_outside_the_graph_are_detected():
-    """The seeded fault: a rank that gets no row leaves its experts' gradients out."""
+    """Seeded fault: experts of a rank without tokens are outside the autograd graph."""
 
     def detach_empty_experts():
         original = experts.ParallelExperts._computed
@@ -574,7 +574,7 @@ def test_starved_experts_outside_the_graph_are_detected():
 
         experts.ParallelExperts._computed = compute
 
-    # With other draws a unit stands at its clamp, and AdamW decides on which side.
+    # With other seeds an activation lies on its clamp bound, and a step of AdamW decides on which side.
     tiny_model = make_tiny_model(CONFIG_MAPPING["gpt_oss"](), microbatches=2, batch_size=4, seed=20)
     model = tiny_model.load()
     route_to_first_rank(model)

@@ -1,4 +1,4 @@
-"""Routing that is replayed, on every layout as in one process, and for every router."""
+"""Parity tests of router replay, on all layouts and for all router types."""
 
 import contextlib
 import dataclasses
@@ -41,13 +41,13 @@ def tiny_model():
 
 
 def make_routing(input_ids, layers, experts, choices):
-    """Returns choices that no router would make, and others in each layer: `[layers, batch, tokens, choices]`."""
+    """Returns artificial expert choices that differ between layers: `[layers, batch, tokens, choices]`."""
     first = input_ids + torch.arange(layers).view(-1, 1, 1)
     return (first.unsqueeze(-1) + torch.arange(choices)) % experts
 
 
 def replay_by_token(model):
-    """Replays in every call what `routing_of` makes of its tokens, from now on."""
+    """Replays the result of `make_routing` for the tokens of every following call."""
     with record_routing(model) as recording:
         pass
     config = model.config.get_text_config()
@@ -64,7 +64,7 @@ def replay_by_token(model):
 
 @pytest.fixture(scope="module")
 def replayed(tiny_model):
-    """The twin, whose reference replays."""
+    """The tiny model with a reference that replays routing."""
     model = tiny_model.load()
     replay_by_token(model)
     reference = measure(model, tiny_model.batches)
@@ -85,8 +85,8 @@ def test_replay_with_recompute(replayed, text):
     assert comparison.passed, comparison.report()
 
 
-def shift_routing_by_one_sample():
-    """Every rank takes the first tokens of a row."""
+def shift_routing_by_one_token():
+    """Shifts the replayed routing by one token at every router."""
     original = _Player.choose
 
     def choose(self, name, call, live, is_group):
@@ -98,7 +98,7 @@ def shift_routing_by_one_sample():
 
 def test_misaligned_routing_is_detected(replayed):
     assert not check_tiny_model(
-        replayed, parse_layouts("dp2+ep2")[0], prepare=replay_by_token, sabotage=shift_routing_by_one_sample
+        replayed, parse_layouts("dp2+ep2")[0], prepare=replay_by_token, sabotage=shift_routing_by_one_token
     ).passed
 
 
@@ -149,7 +149,7 @@ def generate_and_replay(tiny_model, megatron_config=None):
 
 
 def test_generated_routing_replays_in_training(tiny_model):
-    """The routing of `generate()`, prompt and tokens one by one, in a forward of the whole rows."""
+    """Routing recorded in `generate()`, for the prompt and each token, is replayed in a forward of full sequences."""
     tokens, routing, loss = generate_and_replay(tiny_model)
     assert routing.shape[2] == tokens.shape[1] - 1
     for text, ranks in (("tp2+sp+ep2", 2), ("pp2", 2), ("cp2+ep2", 2)):
@@ -168,7 +168,7 @@ WITHOUT_TOPK = {"phimoe"}
 
 @pytest.mark.parametrize("model_type", sorted(set(MOE_TYPES) & set(causal_types())))
 def test_replay_for_every_router_type(model_type):
-    """What was recorded is chosen again by routers of other weights, whose gradients are those of the choice."""
+    """Routers with changed weights select the replayed experts."""
     tiny_model = make_tiny_model(CONFIG_MAPPING[model_type](**EXPERT_CHANGES.get(model_type, {})))
     model = tiny_model.load().eval()
     batch = {"input_ids": tiny_model.batches[0]["input_ids"]}
@@ -212,7 +212,7 @@ def test_invalid_routing_raises(tiny_model):
 
 @pytest.mark.parametrize("text", [None, "tp2", "dp2+ep2"])
 def test_recording_changes_no_gradient(tiny_model, text):
-    """Also of layers that are computed again behind the context."""
+    """Covers layers that are recomputed after the context has exited."""
 
     def compute_gradient(records):
         config = {} if text is None else {"megatron_config": ConfigUnderTest(**parse_layouts(text)[0].to_dict())}

@@ -1,4 +1,4 @@
-"""Losses of every kind of head against one process, where the rows and labels of a batch lie unevenly on the ranks."""
+"""Parity tests of the losses of all heads, with samples and labels distributed unevenly over the ranks."""
 
 import functools
 
@@ -95,7 +95,7 @@ _CONFIGS = {
         **changes,
     ),
 }
-# Head -> class suffix, changes of the config.
+# Head -> class suffix, config changes.
 HEADS = {
     "single": ("ForSequenceClassification", {"num_labels": 3}),
     "regression": ("ForSequenceClassification", {"num_labels": 1}),
@@ -112,7 +112,7 @@ HEADS = {
 
 
 def batch(head, seed=0, rows=ROWS):
-    """The last ranks have fewer rows; labels are ignored unevenly, in the last rows altogether."""
+    """Returns a batch that splits unevenly over ranks; later samples ignore more labels, the last two all."""
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(3, VOCABULARY, (rows, LENGTH), generator=generator)
     mask = torch.ones_like(ids)
@@ -130,10 +130,10 @@ def batch(head, seed=0, rows=ROWS):
     if head == "multi":
         return values | {"labels": torch.randint(0, 2, (rows, 3), generator=generator).float()}
     if head == "answers":
-        # Beyond the sequence: a position that is ignored.
+        # Positions beyond the sequence are ignored.
         starts = torch.randint(0, LENGTH, (rows,), generator=generator)
         starts[-1] = LENGTH
-        # The two losses of a batch have numbers of terms of their own.
+        # The start and the end loss have different numbers of terms.
         ends = (starts + 1).clamp(max=LENGTH).where(torch.arange(rows) > 0, LENGTH + 3)
         return values | {"start_positions": starts, "end_positions": ends}
     labels = classes if head == "tokens" else ids
@@ -149,7 +149,7 @@ def batch(head, seed=0, rows=ROWS):
 
 @functools.cache
 def _get_saved_model(family, head, folder):
-    """The first draw whose own numbers fp32 has well, on the processor at hand; else the best of some."""
+    """Returns the first of six random models with an accurate fp32 reference on this CPU, or the most accurate one."""
     candidates = []
     for seed in range(6):
         candidates.append(_draw_model(family, head, folder, seed))
@@ -159,7 +159,7 @@ def _get_saved_model(family, head, folder):
 
 
 def _cast_to_fp64(batch):
-    """Labels of a regression beside logits: torch 2.11 takes their loss in one dtype."""
+    """Casts floating-point inputs: torch 2.11 requires regression labels to have the dtype of the logits."""
     return {name: value.double() if value.is_floating_point() else value for name, value in batch.items()}
 
 
@@ -170,7 +170,7 @@ def _draw_model(family, head, folder, seed):
     model = cls(_CONFIGS[family](**changes)).float()
     draw_parameters(model, seed)
     if family == "T5":
-        # Its attention divides by no root of the width: as drawn, it is steep.
+        # T5's attention scores are not divided by the square root of the head size: unscaled weights saturate softmax.
         with torch.no_grad():
             for name, parameter in model.named_parameters():
                 if name.endswith((".q.weight", ".k.weight")):
@@ -182,7 +182,7 @@ def _draw_model(family, head, folder, seed):
         measure(cls.from_pretrained(path), batches),
         measure(cls.from_pretrained(path).double(), [_cast_to_fp64(batch) for batch in batches]),
     )
-    # One number more in the logits of all tokens changes no answer: what that gets is round-off, of any size.
+    # A constant added to the logits of all tokens does not change the softmax over tokens: its gradient is round-off.
     reference.cancelled = precise.cancelled = cancelled(precise)
     return judge(reference, precise).worst.value, cls, path, batches, reference
 
@@ -193,7 +193,7 @@ def _layout(text, **changes):
 
 
 def compare_with_reference(family, head, folder, layout, sabotage=None, **changes):
-    """The numbers of every rank against one process: reported loss, gradients, norm and weights after two steps."""
+    """Compares loss, gradients, gradient norm and weights after two steps with the single-process reference."""
     cls, path, batches, reference = _get_saved_model(family, head, folder)
     config = _layout(layout, **changes)
 
@@ -329,7 +329,7 @@ def _shift_all_labels():
     ],
 )
 def test_local_denominators_are_detected(folder, family, head, layout, fault):
-    """The seeded fault: every part of the batch divides by its own targets."""
+    """Seeded fault: the loss of each local batch or microbatch is divided by a wrong number of targets."""
     with pytest.raises(AssertionError):
         comparison = compare_with_reference(family, head, folder, layout, sabotage=fault)
         assert comparison.passed
@@ -347,7 +347,7 @@ def _run_on_ranks(count, family, head, folder, layout, run, **kwargs):
 
 
 def test_pipeline_question_answering_outputs(folder):
-    """Evaluation gives every rank loss and logits of one process, in its order; training says that they are gone."""
+    """In evaluation all ranks return the single-process loss and logits; in training logits are unavailable."""
 
     def run(model, batch):
         with torch.no_grad():
@@ -372,7 +372,7 @@ def test_pipeline_question_answering_outputs(folder):
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
 def test_tied_bert_embedding_trains_and_saves(tmp_path, schedule):
-    """The last stage, on the rank of the first or another one, holds one of several tables: it trains and is saved."""
+    """BERT's head is tied to an embedding table, on another rank (1f1b) or on the rank of the last stage (zbv)."""
     torch.manual_seed(0)
     stock = transformers.BertForPreTraining(_CONFIGS["Bert"](num_hidden_layers=4)).train()
     stock.save_pretrained(tmp_path / "stock")
@@ -421,7 +421,7 @@ def test_custom_loss_reduction_raises(folder, loss, message):
         model.loss_function = shard_safe(lambda logits, labels, config: loss(logits.flatten(0, 1), labels.flatten()))
         with pytest.raises(UnsupportedError, match=message):
             model.train()(**batch)
-        # In evaluation it is this rank's.
+        # In evaluation the loss is that rank's local loss.
         with torch.no_grad():
             return model(**batch).loss.isfinite().item()
 
@@ -492,7 +492,7 @@ def test_contrastive_loss_raises(tmp_path):
 
 @pytest.mark.parametrize("return_dict", [True, False])
 def test_loss_shares_with_num_items_in_batch(folder, return_dict):
-    """Whether a class follows the count or ignores it, the shares of the ranks add up to one process's loss."""
+    """Loss shares of the ranks sum to the single-process loss, whether or not a class uses `num_items_in_batch`."""
 
     def run(model, batch):
         state = parallel_state(model)

@@ -1,4 +1,4 @@
-"""Encoders with something of their own: tables that no part of a call reads, or that are called by themselves."""
+"""Parity tests of encoders with special modules: unused embeddings, or embeddings called on their own."""
 
 import functools
 from dataclasses import replace
@@ -55,7 +55,7 @@ def test_tp_without_sp_matches_single_process(model_type):
 
 
 def test_ungathered_attention_inputs_are_detected():
-    """The seeded fault: attention on whole queries, with keys and values of this rank's tokens alone."""
+    """Seeded fault: attention gets full-sequence queries, but keys and values of the local tokens only."""
 
     def skip_argument_replacement():
         region.replace_arguments = lambda block, args, kwargs, changes: (args, kwargs)
@@ -66,7 +66,7 @@ def test_ungathered_attention_inputs_are_detected():
 
 
 def test_detached_stage_inputs_are_detected():
-    """The seeded fault: hidden states of the stage before, on which the loop works in place, without their gradient."""
+    """Seeded fault: received hidden states, which the layer loop modifies in place, are detached."""
 
     def detach_stage_inputs():
         hand = boundary.StageBoundary._hand_to_loop
@@ -94,7 +94,7 @@ def enable_pre_norm():
 
 @functools.lru_cache(maxsize=1)
 def get_text_only_tiny_model():
-    """LUKE without entities, whose table lies at both ends of a pipeline and is read at neither."""
+    """Returns LUKE with batches without entities; both pipeline ends have the entity embedding, and neither uses it."""
     luke = get_tiny_model("luke")
     batches = [
         {name: value for name, value in batch.items() if not name.startswith("entity_")} for batch in luke.batches
@@ -111,7 +111,7 @@ def test_unused_embedding_has_no_gradient(layout):
 
 
 def test_zero_gradients_for_unused_embedding_are_detected():
-    """The seeded fault: both ends add up a gradient that neither has, which AdamW would decay weights for."""
+    """Seeded fault: both ends sum zeros for a gradient that neither has, and AdamW would decay the weight."""
 
     def reduce_unused_gradients():
         tied_weight_grads.held_at_either_end = lambda model, tied, *_: [parameter for _, parameter in tied]
@@ -124,7 +124,7 @@ def test_zero_gradients_for_unused_embedding_are_detected():
 
 @functools.lru_cache(maxsize=1)
 def get_short_text_tiny_model():
-    """BigBird on texts that are too short for blocks: its forward makes it another attention."""
+    """Returns BigBird with sequences too short for block-sparse attention: its forward switches to full attention."""
     base = get_tiny_model("big_bird")
     return measured(replace(base, batches=[make_batch(base.config, task="masked", seed=seed) for seed in range(2)]))
 

@@ -1,6 +1,6 @@
-"""Parity with one process: loss, every gradient, its norm, and the weights after two SGD and two AdamW steps.
+"""Parity tests of model families: loss, every gradient, the norm, and the weights after two SGD and two AdamW steps.
 
-Adding a case is one line in `CASES`. Run one with `pytest tests/parity -k "gemma2 and tp2"`, or any model type with
+To add a case, add a line to `CASES`. Run one with `pytest tests/parity -k "gemma2 and tp2"`, or any model type with
 `hf-megatron check TYPE --layouts tp2,tp2+sp,tp4`.
 """
 
@@ -50,7 +50,7 @@ CASES = [
     ("t5", "tp2+sp", {}),
 ]
 TASKS = {"bert": "masked", "t5": "seq2seq"}
-# Heads whose labels are no tokens, one a token and two a row.
+# Heads with labels that are not tokens: one class per token, two positions per sequence.
 HEADS = [("bert", "token_classification", "tp2"), ("bert", "question_answering", "tp2+sp")]
 
 
@@ -80,13 +80,13 @@ def test_heads_match_single_process(model_type, task, layout):
 
 
 def test_missing_gradients_keep_tight_tolerances():
-    """Its round-off is a number: an infinite one allowed 16 limits."""
+    """A missing gradient must not make the round-off infinite: infinite round-off allows 16 times the tolerance."""
     reference = _get_tiny_model("ernie4_5_moe", (), "causal").reference
     assert reference.without and reference.round_off < WELL_CONDITIONED
 
 
 def test_zero_gradients_are_judged_as_round_off():
-    """Attention does not change with what is added to all keys; a key bias that gets a gradient still fails."""
+    """Attention is invariant to key biases, so their gradient is round-off; a larger gradient still fails."""
     tiny_model = _get_tiny_model("bert", (), "token_classification")
     reference = tiny_model.reference
     assert {name for name in reference.gradients if name.endswith("key.bias")} == reference.cancelled

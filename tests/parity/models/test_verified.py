@@ -1,4 +1,4 @@
-"""The recorded results: a random sample is run again, and nothing outside them runs unasked."""
+"""Tests of recorded verification results: a random sample is rerun, and unrecorded layouts are rejected."""
 
 import json
 import random
@@ -73,7 +73,7 @@ def test_required_types_are_recorded():
 def test_causal_class_may_use_a_subconfig():
     musicgen = CONFIG_MAPPING["musicgen"]()
     assert resolve_case(musicgen, "causal", None) == (musicgen.decoder, "causal", "MusicgenForCausalLM")
-    # Auto classes find a text config, and most classes take their type's.
+    # Auto classes select a text config; most classes use the config of their model type.
     for config in (CONFIG_MAPPING["gemma3"](), CONFIG_MAPPING["llama"]()):
         resolved_config, _, class_name = resolve_case(config, "causal", None)
         assert resolved_config is config and class_name is None
@@ -99,7 +99,7 @@ def test_causal_types_support_pp_or_state_a_reason():
     cuts = [row for row in unchanged if row["layout"] == "pp" and row["class"].endswith(classes)]
     rows = {row["model_type"]: row for row in cuts}
     assert not causal - rows.keys()
-    # What it does with several streams of tokens ends in a crash of one rank, and is no layout to be loaded.
+    # ProphetNet's predicted n-gram streams crash one rank; its pipelines are not supported.
     causal -= {"prophetnet"}
     cut = {name for name in causal if rows[name]["passed"]}
     assert len(cut) >= 95 and cut.issuperset(set(REQUIRED) - {"t5"})
@@ -113,7 +113,7 @@ def test_causal_types_support_pp_or_state_a_reason():
 
 
 def test_tied_and_untied_embeddings_are_recorded():
-    """Of the types that many checkpoints have; the others raise until somebody checks them."""
+    """Covers widely used types; other types raise until they are verified."""
     for name in ("llama", "qwen2", "qwen3", "gemma2", "gemma3_text", "mistral", "gpt2", "gpt_neox", "olmo2", "granite"):
         rows = [row for row in verified.records() if row["model_type"] == name and row["passed"]]
         for kind in ("tp", "tp+sp", "pp", "cp", "cp+a2a"):
@@ -153,7 +153,7 @@ _WITH_IMAGES = ("image", "video")
 
 
 def _draw_sample():
-    """Rows drawn at random, others for each version: three, twelve each of shared rows, experts, images and others."""
+    """Draws records, seeded by the version: 3 causal, and 12 each of cp, ep, image tasks and other tasks."""
     rows = [row for row in verified.records() if row["passed"] and row["class"].endswith("ForCausalLM")]
     kinds = {"cp": [], "ep": [], "": []}
     for row in rows:
@@ -172,7 +172,7 @@ def test_sample_covers_image_types():
     types = {row["model_type"] for row in _draw_sample() if _get_task(row) in _WITH_IMAGES}
     assert len(types) >= 12
     assert len({row["model_type"] for row in _draw_sample()} - types - set(causal_types())) >= 3
-    # Of base classes, without a placeholder by default, and with another class for text alone.
+    # Base classes, classes without a default placeholder, and types with a separate text-only class.
     assert all(_get_task(row) in _WITH_IMAGES for row in verified.records() if row["class"] in LATE_CLASSES)
 
 
@@ -185,7 +185,7 @@ LATE_CLASSES = {
 
 
 def test_check_all_covers_recorded_types():
-    """`hf-megatron check all`."""
+    """Cases of `hf-megatron check all`."""
     swept = set(iter_cases(["all"]))
     assert swept >= set(iter_cases(["all"], "image")) - {(name, "image") for name in causal_types()}
     assert {name for name, task in iter_cases(["all"], "image")} == set(image_types())
@@ -196,18 +196,18 @@ def test_check_all_covers_recorded_types():
             tasks = (
                 {"causal", task} if row["model_type"].removesuffix("_decoder") in causal_types() else {"image", task}
             )
-            # MusicGen's causal classes are made of a part of their types' configs.
+            # MusicGen's causal classes use a sub-config of their model type.
             name = row["model_type"].removesuffix("_decoder")
             assert any((name, task) in swept for task in tasks), name
 
 
 def _draw_base_models():
-    """Types drawn at random whose base models nobody records: rows of classes with a head stand for them."""
+    """Draws types and layouts for base models, which have no records; records of classes with a head apply to them."""
     plain = [row for row in verified.records() if row["passed"] and not row["changes"]]
     types = sorted(
         {row["model_type"] for row in plain if row["class"].endswith("ForCausalLM")} & {*MODEL_MAPPING_NAMES}
     )
-    # The base of others is around the text model, or has an encoder beside it.
+    # Base models of image types wrap the text backbone; encoder-decoder base models have an encoder.
     types = [name for name in types if name not in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES]
     types = [name for name in types if not CONFIG_MAPPING[name]().is_encoder_decoder]
     draw = random.Random(metadata.version("hf_megatron"))
@@ -229,14 +229,14 @@ def test_base_models_match_single_process(model_type, layout):
 def _get_task(row):
     class_task = get_class_task(row["class"], resolve_config(row["model_type"], row["changes"]))
     for medium, task in {"audio": "audio", "videos": "video"}.items():
-        # Speech is of sounds in any case.
+        # Speech tasks always have audio.
         if medium in row.get("modalities", ()) and class_task != "speech":
             return task
     return class_task
 
 
 def _select_class_name(config, task, name):
-    """The class of a row whose config the task's auto class does not know, as MusicGen's decoder."""
+    """Returns the class name if the task's auto class does not support the config, as for MusicGen's decoder."""
     return None if type(config) in getattr(transformers, TASKS[task])._model_mapping else name
 
 
@@ -244,7 +244,7 @@ _LAYOUT_FORMATS = {"sp": "sp", "a2a": "a2a", "cp": "cp{cp_size}", "ep": "ep{ep_s
 
 
 def _format_layout(row):
-    """Words of a row's layout; experts change ranks of tp, or of dp where there is no tp."""
+    """Returns the layout of a record as text; records of plain expert parallelism get a dp size to exchange over."""
     words = [_LAYOUT_FORMATS[kind].format(**row) for kind in row["layout"].split("+") if kind in _LAYOUT_FORMATS]
     within = [f"dp{row['ep_size']}"] if row["layout"] == "ep" else []
     return "+".join([f"tp{row['tp_size']}", *words, *within, f"pp{row.get('pp_size', 1)}"])
@@ -269,7 +269,7 @@ _SLICES = 8
 
 @pytest.mark.parametrize("number", range(_SLICES))
 def test_records_match_current_plans(number, monkeypatch):
-    """A layout is loaded where what it is made of was compared: a plan that changes leaves its rows behind."""
+    """Layouts load if all their parts were verified; a changed sharding plan makes its records stale."""
     monkeypatch.setattr(parity, "measured", lambda tiny_model, best=0.0: tiny_model)
     cases = {}
     for row in verified.records():
@@ -291,7 +291,7 @@ def test_records_match_current_plans(number, monkeypatch):
 
 @pytest.fixture
 def unrecorded(tmp_path, monkeypatch):
-    """A llama whose results are forgotten."""
+    """A Llama checkpoint without recorded results."""
     records = tuple(row for row in verified.records() if row["model_type"] != "llama")
     monkeypatch.setattr(verified, "records", lambda: records)
     AutoModelForCausalLM.from_config(tiny_config(CONFIG_MAPPING["llama"]())).save_pretrained(tmp_path)
@@ -317,7 +317,7 @@ def test_allow_unverified_runs_the_check_first(unrecorded):
 
 
 def test_allow_unverified_stops_when_the_check_fails(unrecorded, monkeypatch):
-    """The check is run with a Python that fails it: nothing is loaded."""
+    """The check runs with an executable that fails, so nothing is loaded."""
     import hf_megatron.models.verification_gate as gate
 
     monkeypatch.setattr(gate.sys, "executable", "/bin/false")

@@ -1,4 +1,4 @@
-"""A packed row cut between its documents into microbatches, against one process that has it whole."""
+"""Parity tests of packed sequences that are cut between documents into microbatches."""
 
 import dataclasses
 import functools
@@ -28,7 +28,7 @@ LAYOUTS = {
 
 @functools.lru_cache(maxsize=3)
 def get_packed_tiny_model(model_type, rows=1, kind="labels"):
-    """`rows` > 1 are for as many dp ranks; batches of one process have one row, which attention sees alike."""
+    """Returns a tiny model with packed batches: one sequence for each of `rows` dp ranks."""
     base = make_tiny_model(CONFIG_MAPPING[model_type](), min_layers=4)
     batches = [make_packed_batch(base.config.get_text_config().vocab_size, rows, seed, kind) for seed in range(2)]
     reference = measure(base.load(), batches)
@@ -44,7 +44,7 @@ def make_packed_batch(vocabulary, rows, seed, kind):
     labels[:, 30 : 33 + seed] = -100
     batch = {"input_ids": ids, "labels": labels, "position_ids": positions, "use_cache": False}
     if kind == "joined":
-        # The last token of a document predicts the next one's first: no border for a microbatch.
+        # The last token of a document predicts the first of the next: no microbatch may end between them.
         labels[:, 13] = ids[:, 13]
     if kind == "is_causal":
         batch["is_causal"] = False
@@ -54,7 +54,7 @@ def make_packed_batch(vocabulary, rows, seed, kind):
 
 
 def require_microbatch_counts(counts):
-    """Has training calls fail that are not cut into so many parts that count, one of `counts`."""
+    """Returns a `prepare` that requires training calls to have one of `counts` microbatches with a weight."""
 
     def prepare(model):
         batches = parallel_state(model).pipeline.batches
@@ -90,9 +90,9 @@ def test_layouts_match_single_process(name):
         ("gpt2", "labels", {4}),
         ("llama", "joined", {4}),
         ("llama", "shifted", {4}),
-        # Beside the mask of a row of documents it means nothing.
+        # Has no effect with the mask of packed documents; the batch is not split.
         ("llama", "is_causal", {1}),
-        # Their mixers carry what they have seen into the next document.
+        # Its linear attention carries states into the next document; the batch is not split.
         ("qwen3_next", "labels", {1}),
     ],
 )

@@ -1,7 +1,7 @@
-"""Pipeline parallelism against one process: loss, every gradient, the weights after two steps of two optimizers.
+"""Parity tests of pipeline parallelism: loss, every gradient, and the weights after two steps of two optimizers.
 
-The twin's batches have five rows, the second without any label: microbatches without targets, of unequal size, and more
-stages than some of them need.
+The batches of the tiny model have five samples, the second without labels. This covers microbatches of unequal size,
+microbatches without targets, and fewer microbatches than stages.
 """
 
 import dataclasses
@@ -26,8 +26,8 @@ from hf_megatron.testing.tolerances import gradient_errors
 from tests.helpers.shared_tiny_models import make_tiny_model
 
 ALL_ZERO_STAGES = "pp2+dp2+zero0,pp2+dp2+zero1,pp2+dp2+zero2,pp2+dp2+zero3"
-# Model type, optimizer step's batches, layouts; types with tied and untied heads, and every odd boundary of the table
-# in docs/pipeline_parallel.md.
+# Model type, batches per optimizer step, layouts. Covers tied and untied heads and the special stage boundaries in the
+# table of docs/pipeline_parallel.md.
 CASES = [
     ("llama", 2, f"pp2+mb1,pp2,pp4,tp2+pp2,{ALL_ZERO_STAGES},tp2+sp+pp2+dp2+zero3"),
     ("gemma2", 2, "pp2,pp4,pp2+dp2+zero1,pp2+dp2+zero3,tp2+pp2+dp2"),
@@ -71,7 +71,7 @@ def test_layouts_match_single_process(model_type, microbatches, layout):
 @pytest.mark.parametrize("schedule", sorted(SCHEDULES))
 def test_schedules_match_single_process(model_type, layout, batches, schedule):
     [config] = parse_layouts(layout)
-    # Four microbatches of five rows, except where the schedule takes any number.
+    # Five samples in five microbatches, which interleaved schedules do not support.
     config = dataclasses.replace(config, pipeline_schedule=schedule, num_microbatches=4 if "int" in schedule else 5)
     if is_unsupported_on_this_torch(config):
         with pytest.raises(RankError, match="needs torch 2.13"):
@@ -88,7 +88,7 @@ def is_unsupported_on_this_torch(config):
 
 @pytest.fixture(scope="module")
 def trained(stories):
-    """Five layers and a tied head, as it was trained."""
+    """A trained checkpoint with five layers and a tied head."""
     model = AutoModelForCausalLM.from_pretrained(stories)
     batches = [make_batch(model.config, batch_size=5, seed=seed) for seed in range(2)]
     return TinyModel(type(model).__name__, stories, batches, measure(model, batches), model.config)
@@ -129,7 +129,7 @@ def test_uneven_stages_and_recompute_match_single_process(changes):
 
 
 def test_batch_smaller_than_required_microbatches():
-    """DualPipeV over two ranks needs four microbatches; three rows are filled up with one that counts for nothing."""
+    """DualPipeV on two ranks needs four microbatches: three samples are padded with one that has no loss."""
     tiny_model = make_tiny_model(CONFIG_MAPPING["qwen3_moe"](), microbatches=2, batch_size=3, min_layers=4)
     comparison = check_tiny_model(tiny_model, MegatronConfig(pp_size=2, pipeline_schedule="dualpipev"))
     assert comparison.passed, comparison.report()
@@ -138,7 +138,7 @@ def test_batch_smaller_than_required_microbatches():
 @pytest.mark.parametrize("zero_stage", [0, 1, 2])
 @pytest.mark.parametrize("schedule", ["zbv", "dualpipev"])
 def test_v_schedules_reduce_tied_embedding_over_dp(schedule, zero_stage):
-    """The head's backward is not the last that adds to a table's gradient, and no reduction may begin with it."""
+    """Reduction of the tied embedding's gradient must wait for the embedding's backward, which follows the head's."""
     config = CONFIG_MAPPING["llama"](tie_word_embeddings=True)
     tiny_model = make_tiny_model(
         config, changes={"tie_word_embeddings": True}, microbatches=2, min_layers=4, batch_size=8
@@ -148,12 +148,12 @@ def test_v_schedules_reduce_tied_embedding_over_dp(schedule, zero_stage):
     assert comparison.passed, comparison.report()
 
 
-# What a step communicates
+# Communication of a step
 
 
 @functools.lru_cache
 def _count_collectives(layout):
-    """Collectives of each kind in one training step of each rank, those over tp and over pp."""
+    """Returns, per rank, the number of collectives of each kind and process group in one training step."""
     counts: dict[str, int] = {}
 
     def wrap_collective(name):
@@ -184,8 +184,8 @@ def _count_collectives(layout):
 @pytest.mark.parametrize("sequence_parallel", [False, True], ids=["tp2+pp2", "tp2+sp+pp2"])
 @pytest.mark.parametrize("schedule", sorted(SCHEDULES))
 def test_schedules_issue_the_same_collectives(schedule, sequence_parallel):
-    """A split backward enters nodes of the graph twice; a collective among them would run twice."""
-    # Interleaved schedules cannot run five.
+    """A split backward visits autograd nodes twice; a collective in one of them would run twice."""
+    # Interleaved schedules do not support five microbatches.
     config = ConfigUnderTest(pp_size=2, tp_size=2, sequence_parallel=sequence_parallel, num_microbatches=4)
     config_of_schedule = dataclasses.replace(config, pipeline_schedule=schedule)
     if is_unsupported_on_this_torch(config_of_schedule):
@@ -197,17 +197,17 @@ def test_schedules_issue_the_same_collectives(schedule, sequence_parallel):
         return sum(count for rank in ranks for name, count in rank.items() if word in name)
 
     assert sum_counts(counts, "mesh_tp") == sum_counts(baseline_counts, "mesh_tp") > 0
-    # Each boundary sends every microbatch forward and back; V-shaped schedules have one boundary inside a rank.
+    # Each boundary sends every microbatch forward and backward; V-shaped schedules have one boundary inside a rank.
     stages = 2 * SCHEDULES[schedule].resolve(None)
     crossings = stages - 1 - SCHEDULES[schedule].v_shaped
     assert sum_counts(counts, "isend") == sum_counts(counts, "irecv") == 2 * crossings * 4 * 2
 
 
-# Losses that models add
+# Auxiliary losses of models
 
 
 def _accumulate_microbatches(model, batch, microbatches):
-    """One process's loss with token losses over the batch's targets and router losses averaged over microbatches."""
+    """Returns the single-process loss: token losses over all targets, router losses averaged over microbatches."""
     batch_size = len(batch["input_ids"])
     targets = (batch["labels"][:, 1:] != -100).sum()
     edges = [batch_size * index // microbatches for index in range(microbatches + 1)]
@@ -260,11 +260,11 @@ def test_router_losses_cover_all_stages(model_type, layout):
     assert max(gradient_errors(without_router_loss, reference), key=lambda error: error.value).value > 10
 
 
-# What calls may look like
+# Forms of calls
 
 
 def test_loss_scaling_and_backward_order():
-    """Scales that change, two losses at once, backwards in another order, a forward that nobody backpropagates."""
+    """Changing loss scales, two pending losses, backwards in another order, a forward without a backward."""
     tiny_model = _get_tiny_model("llama", 2)
     first, second = tiny_model.batches
 
@@ -303,7 +303,7 @@ def test_loss_scaling_and_backward_order():
             state = parallel_state(model)
             if state.mesh.dp_size == 1:
                 return collect_gradients(model)
-            # Every dp rank sees the whole batch: the average over them is one process's gradient.
+            # Every dp rank gets the global batch: the average over ranks is the single-process gradient.
             return collect_gradients(model)
 
         rank_gradients = run_ranks(on_rank, ranks)[0]

@@ -1,4 +1,4 @@
-"""What crosses boundaries of stages beside hidden states: values and arguments of layers, shared keys and values."""
+"""Tests of stage payloads: layer values, layer arguments and shared keys and values sent along with hidden states."""
 
 import functools
 
@@ -15,15 +15,15 @@ from hf_megatron.tensor_parallel import region
 from hf_megatron.testing.parity import check_tiny_model
 from tests.helpers.shared_tiny_models import make_tiny_model
 
-# What a default config leaves out.
+# Config changes that enable features the default config disables.
 CHANGES = {
     "gemma4_text": {"hidden_size_per_layer_input": 256, "num_kv_shared_layers": 10},
     "gemma3n_text": {},
-    # The first layer of each three chooses the tokens that the others read.
+    # The first of every three layers selects the tokens that the other two attend to.
     "glm_moe_dsa": {"indexer_types": ["full", "shared", "shared"] * 26},
     "hy_v4": {},
     "bamba": {},
-    # Some layers read images, of which later stages are given the states.
+    # Cross-attention layers read image states, which later stages receive.
     "mllama": {},
 }
 
@@ -61,7 +61,7 @@ def test_middle_stages_forward_the_payload(model_type):
 
 @pytest.mark.parametrize("model_type", ["hy_v4", "gemma3n_text"])
 def test_hidden_state_streams_shard_over_tokens(model_type):
-    """`[batch, sequence, streams, hidden]` of hyper-connections, `[streams, batch, sequence, hidden]` of AltUp."""
+    """Covers `[batch, sequence, streams, hidden]` (hyper-connections), `[streams, batch, sequence, hidden]` (AltUp)."""
     layout = ConfigUnderTest(tp_size=2, sequence_parallel=True)
     comparison = check_tiny_model(get_tiny_model(model_type), layout)
     assert comparison.passed, comparison.report()
@@ -96,7 +96,7 @@ def test_layouts_match_single_process(model_type, layout):
     [("gemma4_text", True), ("gemma3n_text", True), ("glm_moe_dsa", True), ("bamba", False)],
 )
 def test_generation_matches_single_process(model_type, use_cache):
-    """Keys and values that cross grow from step to step."""
+    """Shared keys and values that cross stages grow with every decoding step."""
     tiny_model = get_tiny_model(model_type)
     ids = tiny_model.batches[0]["input_ids"][:2, :6]
 

@@ -1,4 +1,4 @@
-"""Blocks that layers share: where these lie on two stages of a pipeline, each rank holds one, and gradients add up."""
+"""Tests of blocks shared by layers of two pipeline stages: each stage has a copy, and their gradients are summed."""
 
 import functools
 import shutil
@@ -43,7 +43,7 @@ def skip_tied_gradient_sum():
 
 def test_seeded_fault_is_detected():
     comparison = check_tiny_model(get_tiny_model("zamba"), ConfigUnderTest(pp_size=2), sabotage=skip_tied_gradient_sum)
-    # Beside the embedding, which the head is tied to.
+    # The embedding, which the head is tied to, fails as well.
     assert any("shared_transf" in str(error) for error in comparison.errors if error.value > 1)
 
 

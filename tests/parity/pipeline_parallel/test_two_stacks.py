@@ -1,4 +1,4 @@
-"""Encoder and decoder as one row of layers: pipelines cut them anywhere, and train and generate as one process does."""
+"""Parity tests of encoder-decoder models in pipelines: training and generation for every partition of both stacks."""
 
 import functools
 
@@ -15,7 +15,7 @@ from hf_megatron.pipeline_parallel.stage_payload import StagePayload
 from hf_megatron.testing.parity import check_tiny_model
 from tests.helpers.shared_tiny_models import make_tiny_model
 
-# Relative positions cross; learned positions; final norms that are defined before the layers.
+# Relative position biases that cross stages; learned positions; final norms defined before the layers.
 TYPES = ("t5", "bart", "t5gemma")
 
 
@@ -47,7 +47,7 @@ def test_every_partition_matches_single_process(model_type):
 
 
 def test_expert_dict_with_sequence_parallelism():
-    """Each of them is called with tokens of its own, of which no rank has a part."""
+    """Each expert is called with its selected tokens, which are not sharded over the sequence."""
     comparison = check_tiny_model(
         get_tiny_model("switch_transformers"), ConfigUnderTest(tp_size=2, sequence_parallel=True)
     )
@@ -71,7 +71,7 @@ def get_composite_tiny_model(types):
 
 @pytest.mark.parametrize("model_type", ["fsmt", "pegasus_x"])
 def test_layers_pass_extra_values_in_both_stacks(model_type):
-    """Of FSMT two and three values; of Pegasus-X global tokens, whose stages between have to pass them on."""
+    """FSMT's layers return two and three values; Pegasus-X has global tokens, which middle stages must forward."""
     layers = count_layers(model_type)
     for partition in ((1, 1, layers - 2), (layers // 2, 1, layers - layers // 2 - 1)):
         layout = ConfigUnderTest(pp_size=3, pipeline_partition=partition, num_microbatches=3)
@@ -93,7 +93,7 @@ def test_dropped_global_tokens_are_detected(monkeypatch):
 
 @pytest.mark.parametrize("model_type", TYPES)
 def test_middle_stages_forward_the_payload(model_type):
-    """Inside of the encoder, with its last layer and the decoder's first, and inside of the decoder."""
+    """Middle stages inside the encoder, across the encoder-decoder boundary, and inside the decoder."""
     layers = count_layers(model_type)
     half = layers // 2
     for partition in ((1, 1, layers - 2), (1, half - 1, half), (2, half - 1, half - 1), (half, 1, half - 1)):
@@ -152,7 +152,7 @@ def test_generation_matches_single_process(model_type, layout):
 
 @pytest.mark.parametrize("model_type", ["bart", "pegasus_x"])
 def test_generation_gathers_encoder_tokens(model_type):
-    """Pegasus-X's encoder has no stack that is split: its layers call their linears by themselves."""
+    """Pegasus-X's encoder has no sequence-parallel stack: its layers call their linears directly."""
     prompt = {
         "input_ids": make_tiny_model(CONFIG_MAPPING[model_type](), task="seq2seq", microbatches=2).batches[0][
             "input_ids"
@@ -172,7 +172,7 @@ def test_generation_gathers_encoder_tokens(model_type):
 
 
 def test_standalone_encoder_and_precomputed_output():
-    """What `generate()` does, by hand: with its output given the decoder's layers alone run."""
+    """Repeats what `generate()` does: with the encoder output as an argument, only the decoder layers run."""
     batch = get_tiny_model("bart").batches[0]
 
     def run(**layout):
@@ -207,7 +207,7 @@ def test_zero3_with_tied_embeddings_raises():
 
 
 def drop_argument_gradient(name):
-    """Drops the gradient of an argument that crosses."""
+    """Returns a fault that drops the gradient of a layer argument that crosses stages."""
 
     def patch_from_message():
         original = StagePayload.from_message.__func__
@@ -225,7 +225,7 @@ def drop_argument_gradient(name):
 
 
 def drop_position_bias_gradient():
-    """Drops the gradient of what the first layer of a stack returned for the others."""
+    """Drops the gradient of the position bias that the first layer of a stack returns for the others."""
     original = StageBoundary.pass_on
 
     def pass_on(self, args, kwargs):
@@ -255,7 +255,7 @@ def test_seeded_faults_are_detected(fault, partition):
 
 @pytest.mark.parametrize("kind", [tuple, BaseModelOutput])
 def test_external_encoder_outputs_get_gradients(kind):
-    """Its gradient comes back to what was given, on every rank."""
+    """The gradient reaches the given encoder outputs on every rank."""
     batch = get_tiny_model("t5").batches[0]
 
     def run(**layout):
@@ -277,7 +277,7 @@ def test_external_encoder_outputs_get_gradients(kind):
 
 
 def test_varying_source_lengths_and_invalid_batches():
-    """What is wrong on every stage raises alike, and the next call runs."""
+    """Inputs that are invalid on every stage raise on all ranks, and the next call runs."""
     ids = get_tiny_model("t5").batches[0]["input_ids"]
 
     def run(**layout):
@@ -311,7 +311,7 @@ def test_layerdrop_raises():
 
 
 def test_decoder_shorter_than_encoder_generates():
-    """transformers makes as many entries of a cache as the encoder has layers."""
+    """transformers creates one cache entry per encoder layer."""
     unequal = make_tiny_model(
         CONFIG_MAPPING["t5"](), task="seq2seq", changes={"num_layers": 4, "num_decoder_layers": 2}
     )

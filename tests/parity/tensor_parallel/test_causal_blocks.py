@@ -1,4 +1,4 @@
-"""Blocks of single causal types, each the only one that asks for its mechanism, and pipelines of such types."""
+"""Parity tests of causal types that each need a mechanism of their own, in tensor, data and pipeline parallelism."""
 
 import dataclasses
 import functools
@@ -18,31 +18,31 @@ from hf_megatron.tensor_parallel.experts import SharedLogits
 from hf_megatron.testing.parity import check_tiny_model
 from tests.helpers.shared_tiny_models import make_tiny_model
 
-# A loss of the logits of routers inside of what ranks add up.
+# Router loss from logits inside a block whose outputs are summed over tp.
 CHANGES = {"jetmoe": {"output_router_logits": True}}
 LAYOUTS = {
-    # Norms over the features of all ranks, which have unequal numbers of them.
+    # Norms over the features of all ranks, which have unequal numbers of features.
     "bitnet": {"tp_size": 4},
-    # Parts of a projection that follow each other in rounds.
+    # Interleaved blocks of a fused projection.
     "codegen": {"tp_size": 2, "sequence_parallel": True},
     "jetmoe": {"tp_size": 2},
-    # A bias of a block that the layer adds.
+    # Attention bias that is added by the layer.
     "gpt_neox_japanese": {"tp_size": 2, "sequence_parallel": True},
-    # Heads that a config counts, and tuples that layers return beside hidden states.
+    # Head counts read from the config, and layers that return tuples.
     "xlstm": {"tp_size": 2, "pp_size": 2},
-    # Parameters of the model beside its layers.
+    # Parameters of the model outside its layers.
     "zaya": {"pp_size": 2},
-    # A module of the first stage that every one runs.
+    # Module of the first stage that every stage runs.
     "cpmant": {"pp_size": 2},
-    # Tokens before rows.
+    # Sequence-first hidden states.
     "xlnet": {"tp_size": 2, "sequence_parallel": True},
-    # A loss of each codebook.
+    # One loss per codebook.
     "musicgen_decoder": {"pp_size": 2},
     "musicgen_melody_decoder": {"dp_size": 2},
-    # States that a loop keeps for later layers.
+    # Hidden states that the layer loop stores for later layers.
     "inkling2_text": {"pp_size": 3},
 }
-# Of types that no Auto class knows.
+# Classes of types without an auto class.
 CLASSES = {"musicgen_decoder": "MusicgenForCausalLM", "musicgen_melody_decoder": "MusicgenMelodyForCausalLM"}
 
 
@@ -67,7 +67,7 @@ def skip_router_logit_scaling():
     SharedLogits.install = lambda self, module: None
 
 
-def treat_biases_as_sharded():
+def skip_layer_bias_gradient_sum():
     original = axis.assign_shardings
     axis.assign_shardings = lambda *args: original(*args[:-1], frozenset())
 
@@ -92,7 +92,7 @@ def keep_local_states():
 
 
 def use_first_codebook_targets():
-    # Of the labels alone, whose number a microbatch's are compared with no more.
+    # Counts only the labels; the check of a microbatch's number of terms is disabled.
     batch_loss.BatchLoss.require_terms = lambda self, terms, name: None
     batch_loss.with_codebooks = lambda arguments: target_names(arguments)
     inline_losses._name_of = lambda function, labels, args: labels.argument
@@ -106,7 +106,7 @@ FAULTS = {
     "bitnet": use_local_norm_squares,
     "codegen": ignore_interleave_rounds,
     "jetmoe": skip_router_logit_scaling,
-    "gpt_neox_japanese": treat_biases_as_sharded,
+    "gpt_neox_japanese": skip_layer_bias_gradient_sum,
     "xlstm": keep_global_head_count,
     "zaya": skip_off_stage_zeros,
     "cpmant": return_zeros_for_positions,
@@ -129,7 +129,7 @@ def test_seeded_faults_are_detected(model_type):
             get_tiny_model(model_type), ConfigUnderTest(**LAYOUTS[model_type]), sabotage=FAULTS[model_type]
         )
     except RankError:
-        # Some end in an error.
+        # Some faults raise.
         return
     assert not comparison.passed
 
@@ -148,7 +148,7 @@ def test_stored_states_with_sequence_parallelism():
 
 
 def test_stored_states_get_gradients_with_recompute():
-    """What stands for the embedding then asks for a gradient of its own."""
+    """With recompute the placeholder of the embedding output requires a gradient."""
     comparison = check_tiny_model(get_tiny_model("inkling2_text"), ConfigUnderTest(pp_size=2, recompute="full"))
     assert comparison.passed, comparison.report()
 

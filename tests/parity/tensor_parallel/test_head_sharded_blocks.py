@@ -1,4 +1,4 @@
-"""Mixers whose heads the ranks of a row share, against one process."""
+"""Parity tests of token mixers with heads sharded over cp."""
 
 import dataclasses
 import functools
@@ -38,7 +38,7 @@ LAYOUTS = {
     "cp2, recomputed": {"recompute": "full"},
     "pp2+cp2": {"pp_size": 2, "num_microbatches": 2},
     "cp2+dp2": {"dp_size": 2},
-    # Split over tp, mixers are computed whole.
+    # Mixers sharded over tp compute full sequences.
     "tp2+cp2": {"tp_size": 2},
 }
 ON_TP = ("olmo_hybrid", "nemotron_h", "minimax", "kimi_linear", "bailing_hybrid", "jamba", "qwen3_next")
@@ -85,7 +85,7 @@ def test_batches_match_single_process(model_type, padding):
 
 
 def get_tiny_model_with_padding(model_type, padding):
-    """A twin whose first rows are padded, or whose rows hold two documents."""
+    """Returns a tiny model with a padded first sample per batch, or with two packed documents per sequence."""
     base = get_tiny_model(model_type)
     batches = [_change_batch(batch, padding) for batch in base.batches]
     reference = measure(base.load(), batches)
@@ -107,14 +107,14 @@ def _change_batch(batch, padding):
 
 @pytest.mark.parametrize("length", [4, 5, 31])
 def test_any_sequence_length(length):
-    """Lightning attention has blocks of four tokens in this twin."""
+    """Lightning attention has blocks of four tokens in this tiny model."""
     tiny_model = make_tiny_model(CONFIG_MAPPING["minimax"](), microbatches=2, sequence_length=length)
     comparison = check_tiny_model(tiny_model, ConfigUnderTest(cp_size=2))
     assert comparison.passed, comparison.report()
 
 
 def record_projection_widths(model, batch, spec):
-    """Returns what the last projections of mixers are given: tokens, and the features of all heads at hand."""
+    """Returns the number of tokens and of features in the input of each mixer's output projection."""
     widths = []
     record_width = shard_safe(lambda module, args, output: widths.append((args[0].shape[1], args[0].shape[-1])))
     for name in find_full_sequence_blocks(model, spec, find_layers(model, spec, "cp_size")):
@@ -137,7 +137,7 @@ def test_ranks_compute_their_local_heads(model_type):
 
 
 def count_head_sharded_calls(one, layout):
-    """Returns how many calls of blocks compute some heads in a forward, over tp and over cp."""
+    """Returns the numbers of block calls with heads sharded over tp and over cp in a forward."""
     stock, calls = head_sharded_blocks.HeadsOfRank.take, []
 
     def take(self, block):
@@ -153,10 +153,10 @@ def count_head_sharded_calls(one, layout):
 
 @pytest.mark.parametrize("model_type", ON_TP)
 def test_heads_are_sharded_over_one_axis(model_type):
-    """Over tp, where both are there: of a rank's heads each cp rank computes whole rows."""
+    """With tp and cp, heads are sharded over tp, and each cp rank computes full sequences."""
     tiny_model, layout = get_tiny_model(model_type), ConfigUnderTest(cp_size=2, tp_size=2)
     spec = registered_spec(tiny_model.model_on_meta())
-    # Its linears have a plan of their own.
+    # Qwen3-Next's linears have a tensor-parallel plan.
     blocks = (
         0
         if model_type == "qwen3_next"
@@ -171,7 +171,7 @@ def test_biases_are_added_once():
 
 
 def compute_first_rank_heads():
-    """Has every rank compute the first one's heads."""
+    """Computes the heads of the first rank on every rank."""
     stock = head_sharded_blocks.HeadsOfRank.take
 
     def take(self, block):
@@ -182,7 +182,7 @@ def compute_first_rank_heads():
 
 
 def skip_head_sum():
-    """Hands each rank the tokens of its own heads' sum."""
+    """Replaces the reduce-scatter of partial outputs with a local slice."""
     head_parallel_blocks.scatter_tokens = lambda hidden, dim, order, group: (
         head_parallel_blocks.FullSequenceBlock.own_tokens(_CURRENT_BLOCK[0], hidden)
     )
@@ -196,12 +196,12 @@ def skip_head_sum():
 
 
 def use_local_sums():
-    """Takes what a rank's heads make of a norm's squares, or of a projection of all heads, for everybody's."""
+    """Scales local sums of norm squares, or of a projection over all heads, instead of all-reducing them."""
     attention_heads.sum_over_ranks = head_sharded_blocks.sum_over_ranks = lambda part, group: part * group.size()
 
 
 def skip_sum_gradients():
-    """Has no rank hear what others make of its part of such a sum."""
+    """Skips the all-reduce of such a sum's gradient."""
     stock = head_sharded_blocks.sum_over_ranks
 
     def sum_without_gradient(part, group):
@@ -211,7 +211,7 @@ def skip_sum_gradients():
 
 
 def use_first_rank_decays():
-    """Has states of every rank's heads decay as those of the first one's."""
+    """Uses the decay rates of the first rank's heads on every rank."""
     stock = head_sharded_blocks.HeadsOfRank._replace
 
     def replace(self, held, own, value):
@@ -227,7 +227,7 @@ _CURRENT_BLOCK = []
 
 @pytest.mark.parametrize("model_type", TYPES)
 def test_duplicate_heads_are_detected(model_type):
-    """And so that heads are shared at all."""
+    """The fault changes results only if heads are sharded."""
     assert not check_tiny_model(
         get_tiny_model(model_type), ConfigUnderTest(cp_size=2), sabotage=compute_first_rank_heads
     ).passed

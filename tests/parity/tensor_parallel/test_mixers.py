@@ -1,4 +1,4 @@
-"""State space mixers over tp: ranks share their heads, also where all of these read one group."""
+"""Parity tests of state space mixers with heads sharded over tp, with one group for all heads or one per rank."""
 
 import contextlib
 import functools
@@ -22,11 +22,11 @@ def get_tiny_model(model_type):
 
 
 LAYOUTS = {
-    # One group, and its norm over all heads.
+    # One group, with a norm over all heads.
     "bamba": {"tp_size": 2, "sequence_parallel": True, "pp_size": 2, "num_microbatches": 2},
-    # A group for each rank, weights over dp as well.
+    # One group per rank; weights also sharded over dp.
     "mamba2": {"tp_size": 2, "dp_size": 2, "zero_stage": 3},
-    # Two equal blocks, and steps that are made of all channels.
+    # Fused projection of two equal blocks; time steps computed from all channels.
     "mamba": {"tp_size": 4, "sequence_parallel": True},
 }
 
@@ -38,7 +38,7 @@ def test_layouts_match_single_process(model_type):
 
 
 def swap_projection_chunks():
-    """Of the first projection alone."""
+    """Swaps the chunks of fused projection weights."""
     original = torch.Tensor.chunk
 
     def chunk(self, parts, dim=0):
@@ -49,7 +49,7 @@ def swap_projection_chunks():
 
 
 def skip_gathered_gradient_sum():
-    """Joined for a forward, and each rank's gradient its own."""
+    """Gathers in forward without summing the gradient in backward."""
     original = head_sharded_blocks.gather_from_ranks
     head_sharded_blocks.gather_from_ranks = lambda *args, sum_gradient=False: original(*args)
 
@@ -101,7 +101,7 @@ def test_trainable_mixer_weight_with_adapters_raises():
 
 @pytest.mark.parametrize("fails", [False, True])
 def test_weights_are_restored_after_an_interrupted_forward(fails):
-    """As recomputation does in backward, and an error."""
+    """A forward ends early in recomputation and on errors."""
     bamba = get_tiny_model("bamba")
 
     def compare_shapes():
@@ -138,7 +138,7 @@ def test_weights_are_sharded_at_rest():
 
 
 def test_recurrent_states_raise_with_use_cache():
-    """RWKV's model makes states as wide as hidden states: calls without say nothing of them, as in evaluation."""
+    """RWKV creates states of full hidden size, but ranks have local channels; without `use_cache` calls work."""
     tiny_model = make_tiny_model(CONFIG_MAPPING["rwkv"]())
 
     def on_rank(layout):

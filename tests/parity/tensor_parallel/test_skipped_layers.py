@@ -1,4 +1,4 @@
-"""Layers that are left out at random in training: split sequences leave out those of one process, the ends too."""
+"""Parity tests of LayerDrop with sequence parallelism: the single-process layers are skipped, also first and last."""
 
 import functools
 
@@ -23,7 +23,7 @@ def get_tiny_model(model_type, task):
 
 
 def train_with_layerdrop(of, checkpointing, **layout):
-    """Returns the loss and every gradient, or that there is none, of each seed."""
+    """Returns loss and gradients by name (`None` for skipped layers) for each seed."""
     config = of.model_on_meta().config
     config.update({name: 0.5 for name in config.to_dict() if name.endswith("layerdrop")})
     model = of.load(config=config, **layout).train()
@@ -49,7 +49,10 @@ def gather_gradient(gradient):
 
 
 def find_differences(of, *, checkpointing=False):
-    """Returns what differs from one process, or in which of the numbers no layer of one was left out."""
+    """Returns the names of gradients that differ from the single-process run, and "loss" if losses differ.
+
+    Requires that the seeds skip and run both layer 0 and other layers.
+    """
     run = functools.partial(train_with_layerdrop, of, checkpointing)
     [expected] = run_ranks(run, 1)
     at_ends = {

@@ -1,4 +1,4 @@
-"""What models draw from Python and numpy is the same on ranks that share a batch, and what one process draws."""
+"""Parity tests of Python and numpy RNG states: ranks of a model-parallel group draw the single-process values."""
 
 import random
 
@@ -24,7 +24,7 @@ def draw():
 
 
 def test_host_state_round_trip():
-    # A normal number of each waits for its turn.
+    # Both generators cache the second normal sample.
     draw()
     state = host_state()
     expected = draw()
@@ -33,7 +33,7 @@ def test_host_state_round_trip():
 
 
 def train_and_draw(tiny_model, changes, seed_of_rank, **kwargs):
-    """Trains without steps, and returns the loss of each call and what is drawn behind them."""
+    """Runs four forward and backward passes; returns their losses and the values drawn afterwards."""
     config = tiny_model.model_on_meta().config
     for name, value in changes.items():
         setattr(config, name, value)
@@ -67,7 +67,7 @@ def test_host_rng_matches_single_process(model_type, task, changes, layout):
 
 
 def test_unsynced_host_rng_is_detected():
-    """The seeded fault: torch's state alone."""
+    """Seeded fault: only torch's RNG state is synchronized."""
 
     def train_without_host_sync(*args, **kwargs):
         rng.set_host_state = lambda packed: None

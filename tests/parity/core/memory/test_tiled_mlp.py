@@ -1,4 +1,4 @@
-"""MLPs that compute some tokens at a time, and layers whose inputs wait in CPU memory, against one process."""
+"""Parity tests of tiled MLPs and of layer inputs offloaded to CPU memory."""
 
 import functools
 
@@ -31,7 +31,7 @@ def get_tiny_model(model_type):
 
 
 def require_modules(kind, count):
-    """Has a model fail that has not so many modules of a kind on a rank, or where they computed at once."""
+    """Returns a `prepare` that requires at least `count` modules of type `kind` on each rank."""
 
     def prepare(model):
         modules = [module for module in model.modules() if isinstance(module, kind)]
@@ -63,7 +63,7 @@ def test_offloaded_inputs_match_single_process(name):
 
 
 def test_noncontiguous_tiles_match_single_process():
-    """GPT-2's linears view what they are given, and tiles of several rows are none of one piece."""
+    """GPT-2's linears call `view` on their input, and tiles of several samples are not contiguous."""
     comparison = check_tiny_model(get_tiny_model("gpt2"), ConfigUnderTest(cp_size=2, mlp_chunk_size=5))
     assert comparison.passed, comparison.report()
 
@@ -92,7 +92,7 @@ def test_find_mlps():
         ("llama", {"mlp"}),
         ("gpt2", {"mlp"}),
         ("phi3", {"mlp"}),
-        # The experts choose their tokens themselves; the first layers, and the shared experts, are dense.
+        # Routed experts select their tokens and are not tiled; the first layers and the shared experts are dense.
         ("deepseek_v3", {"mlp", "mlp.shared_experts"}),
         ("qwen3_moe", set()),
         ("opt", set()),

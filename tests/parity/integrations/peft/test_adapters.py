@@ -1,4 +1,4 @@
-"""PEFT's adapters: loss, every gradient of an adapter, weights after two steps, frozen weights to the bit."""
+"""Parity tests of PEFT adapters: loss, adapter gradients, weights after two steps, bit-identical frozen weights."""
 
 import functools
 import random
@@ -92,7 +92,7 @@ def test_experts(model_type, text):
     [("gpt2", "prompt", "pp2"), ("gpt2", "prefix", "tp2"), ("gemma2", "prefix", "tp2+sp")],
 )
 def test_prompt_methods_on_other_models(model_type, method, text):
-    """Tied weights at both ends of a pipeline; positions that are learned; windows, whose keys are kept apart."""
+    """Weights tied across pipeline ends; learned positions; sliding windows, which have separate key caches."""
     comparison = compare(model_type, method, text)
     assert comparison.passed, comparison.report()
 
@@ -134,11 +134,11 @@ SEQ2SEQ_CONFIGS = {
         for of in ("lora", "prompt")
         for text in ("tp2", "tp2+sp", "pp2")
     ]
-    # PEFT takes T5's heads for parts of its width.
+    # PEFT derives T5's head size from its hidden size, so prefixes are tested on BART only.
     + [("bart", "prefix", "tp2"), ("bart", "prefix", "tp2+sp")],
 )
 def test_peft_seq2seq_models(model_type, method, text):
-    """Loss, gradients and generated tokens through PEFT's own class, as its users call it."""
+    """Gradients and generated tokens through PEFT's model class."""
     tiny_model = make_tiny_model(CONFIG_MAPPING[model_type](), task="seq2seq", min_layers=2)
     config = SEQ2SEQ_CONFIGS[method]
     config.task_type = "SEQ_2_SEQ_LM"
@@ -169,7 +169,7 @@ def test_peft_seq2seq_models(model_type, method, text):
 
 
 def test_tensor_sizes_are_kept_off_stage():
-    """Inkling's tower has some; PEFT asks for them on every stage."""
+    """Inkling's vision encoder has such sizes, and PEFT reads them on every stage."""
     linear = torch.nn.Linear(4, 2, device="meta")
     linear.in_features = torch.tensor(4)
     placeholder = Placeholder(linear, "lies on another stage", SimpleNamespace(is_filled=False, owner=None))
@@ -189,7 +189,7 @@ def swap_image_inputs():
 RECORDED = Path(__file__).parents[3] / "data" / "adapters.json"
 
 
-# How many types are equal, of text and of images.
+# Layout and method -> number of verified model types, for text and for images.
 LAYOUTS = {
     "tp1+cp2 lora": 12,
     "tp1+dp2+zero0 lora": 161,
@@ -214,7 +214,7 @@ IMAGE_LAYOUTS = {
 
 
 def sample_recorded_types():
-    """Twelve of the recorded types of text and three of those of images, on a layout each."""
+    """Draws twelve recorded text types and three recorded image types, with one layout each."""
     rows = [row for row in read_results(RECORDED.read_text("utf-8")) if row["passed"]]
     draw = random.Random(metadata.version("hf_megatron"))
     for count, of_images in ((12, False), (3, True)):
@@ -222,7 +222,7 @@ def sample_recorded_types():
         for model_type in draw.sample(sorted({row["model_type"] for row in candidates}), count):
             row = draw.choice([row for row in candidates if row["model_type"] == model_type])
             layout, method = row["layout"].split(" ")
-            # Some types have several classes.
+            # Some types have several classes, so the class is passed too.
             yield pytest.param(model_type, row["class"], layout, method, id=f"{model_type} {layout}")
 
 
@@ -237,7 +237,7 @@ def test_failed_records_state_a_reason():
     for row in read_results(RECORDED.read_text("utf-8")):
         unbuilt = "its tiny twin cannot be built", "its tiny model cannot be built"
         unsupported = row["worst"].startswith(("UnsupportedError", "ConfigError", *unbuilt))
-        # AdamW makes whole steps of round-off in one of twelve layers of BART's decoder.
+        # AdamW turns round-off into full steps in one of twelve layers of BART's decoder.
         near = re.search(r"after adamw: 1\.[0-4]\d* x the limit", row["worst"])
         assert row["passed"] or unsupported or near or re.search("has no gradient,? in .* either", row["worst"]), row
 
@@ -267,7 +267,7 @@ def skip_factor_gradient_sum():
         module.plan_factors = plan_factors
 
 
-def skip_row_factor_gradient_sum():
+def skip_lora_b_gradient_sum():
     original = factors.plan_factors
 
     def plan_factors(*args):
@@ -326,7 +326,7 @@ FAULTS = {
     "a prefix's gradient of all heads": ("llama", "prefix", "tp2", skip_prefix_gradient_sum),
     "a prefix's heads": ("llama", "prefix", "tp2", use_first_rank_prefix_heads),
     "gradients of whole factors are parts": ("llama", "lora", "tp2", skip_factor_gradient_sum),
-    "those of rows of a split sequence too": ("llama", "lora", "tp2+sp", skip_row_factor_gradient_sum),
+    "those of rows of a split sequence too": ("llama", "lora", "tp2+sp", skip_lora_b_gradient_sum),
     "images of another row": ("qwen2_vl", "lora_text", "pp2", swap_image_inputs),
     "groups of fused linears": ("gpt2", "lora", "tp2", ignore_fused_groups),
     "the rotary part of a latent": ("minicpm3", "lora", "tp2", skip_hook_move),
@@ -364,7 +364,7 @@ def test_ungathered_adapter_file_is_detected():
 
 
 def record_dropout_masks(layout_text, sabotage=None):
-    """Which entries of the inputs of a column and of a row linear's adapters are dropped, on each rank."""
+    """Returns, per rank, the dropped input entries of a column-parallel and of a row-parallel linear's adapters."""
 
     tiny_model = make_tiny_model(CONFIG_MAPPING["llama"]())
 

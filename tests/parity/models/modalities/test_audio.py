@@ -1,4 +1,4 @@
-"""Sounds, beside images where a model takes both: rows with one clip, two and none, of unequal lengths."""
+"""Parity tests of audio inputs, with images if a model supports both: samples with no, one and two clips."""
 
 import functools
 
@@ -38,7 +38,7 @@ def test_layouts_match_single_process(model_type):
 
 
 def test_audio_from_wrong_sample_is_detected():
-    """The seeded fault: with as many clips and placeholders."""
+    """Seeded fault: clips swapped between samples, with unchanged numbers of clips and placeholders."""
     original = sample_index.samples_with_audio
 
     def swap_audio_inputs():
@@ -84,7 +84,7 @@ def test_pipeline_audio_for_unverified_types_raises(monkeypatch):
 
 
 def test_frozen_weight_in_checkpoint_is_trainable():
-    """As in one process, where the loader puts a new parameter in the place of the frozen one."""
+    """As in a single process, where the loader replaces the frozen parameter with a new one."""
     voxtral = make_tiny_model(CONFIG_MAPPING["voxtral"](audio_token_id=24), task="audio", microbatches=1)
     frozen = "model.audio_tower.embed_positions.weight"
     assert voxtral.load().get_parameter(frozen).requires_grad

@@ -1,4 +1,4 @@
-"""Models of images and text: rows with one image, two and none, on every axis, cut at every layer."""
+"""Parity tests of image-text models: samples with no, one and two images, all axes, every pipeline partition."""
 
 import functools
 
@@ -60,7 +60,7 @@ def test_every_partition_matches_single_process(model_type):
     [
         ("gemma3", {"cp_size": 2, "dp_size": 2}),
         ("qwen2_5_vl", {"pp_size": 2, "cp_size": 2, "num_microbatches": 2, "recompute": "full"}),
-        # Features between layers; a tower that asks for masks of its own.
+        # Image features added between layers; a vision encoder that creates its own masks.
         ("qwen3_vl", {"tp_size": 2, "sequence_parallel": True, "cp_size": 2}),
         ("aria", {"pp_size": 2, "cp_size": 2, "num_microbatches": 2, "recompute": "full"}),
     ],
@@ -117,7 +117,7 @@ def freeze_encoders(base):
     ids=lambda layout: "+".join(f"{name}{value}" for name, value in layout.items()),
 )
 def test_frozen_vision_encoder_matches_single_process(layout):
-    """As fine-tuning of the text alone does, with features between layers."""
+    """Fine-tuning of the text backbone only, with image features added between layers."""
     qwen3_vl = make_tiny_model(CONFIG_MAPPING["qwen3_vl"](), task="image", microbatches=2, min_layers=4, batch_size=4)
     comparison = check_tiny_model(freeze_encoders(qwen3_vl), ConfigUnderTest(**layout))
     assert comparison.passed, comparison.report()
@@ -125,7 +125,7 @@ def test_frozen_vision_encoder_matches_single_process(layout):
 
 @pytest.mark.parametrize("model_type", TYPES)
 def test_images_from_wrong_sample_are_detected(model_type):
-    """The seeded fault: with as many images and placeholders of the same sizes."""
+    """Seeded fault: images swapped between samples, with unchanged sizes and placeholders."""
     original = sample_index.rows_with_images
 
     def swap_image_inputs():
@@ -178,7 +178,7 @@ def test_masked_tokens_and_per_head_norms():
     assert comparison.passed, comparison.report()
 
     def ignore_vocab_offset():
-        """The seeded fault: every rank rules the tokens out as if its rows were the first ones."""
+        """Seeded fault: every rank masks tokens as if its vocabulary shard started at 0."""
         original = vocab_parallel_head.filling
         vocab_parallel_head.filling = lambda tokens, value, vocab_start: original(tokens, value, 0)
 

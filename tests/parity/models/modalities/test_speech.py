@@ -1,4 +1,4 @@
-"""Models of speech with an encoder and a decoder: clips go with their rows, convolutions stay on the first stage."""
+"""Parity tests of encoder-decoder speech models: clips stay with their samples, convolutions on the first stage."""
 
 import functools
 
@@ -41,7 +41,7 @@ def test_whisper_matches_single_process(layout):
 
 
 def test_unequal_audio_lengths_and_unshifted_labels():
-    """Moonshine takes a mask over samples, and hands its labels to the loss as shifted ones."""
+    """Moonshine takes a mask over audio samples and passes its labels to the loss as shifted labels."""
     batch = get_tiny_model("moonshine").batches[0]
     assert not bool(batch["attention_mask"].all())
     comparison = check_tiny_model(get_tiny_model("moonshine"), ConfigUnderTest(pp_size=2))
@@ -53,7 +53,7 @@ def use_global_head_count():
 
 
 def test_config_heads_are_local():
-    """Moonshine's attention has no count of its own, and its config is that of all layers."""
+    """Moonshine's attention reads its head count from the config, which all layers share."""
     layout = ConfigUnderTest(tp_size=2, sequence_parallel=True)
     comparison = check_tiny_model(get_tiny_model("moonshine"), layout)
     assert comparison.passed, comparison.report()
@@ -62,13 +62,13 @@ def test_config_heads_are_local():
 
 
 def test_zero_dim_parameters_are_read_in_full():
-    """Moonshine Streaming compresses samples by a parameter without dims."""
+    """Moonshine Streaming compresses audio samples with a zero-dim parameter."""
     comparison = check_tiny_model(get_tiny_model("moonshine_streaming"), ConfigUnderTest(tp_size=2))
     assert comparison.passed, comparison.report()
 
 
 def test_encoder_output_projection():
-    """Cohere's decoder projects the encoder's states by a module that it defines behind its layers."""
+    """Cohere's decoder projects the encoder output with a module that is defined after its layers."""
     model = get_tiny_model("cohere_asr").model_on_meta()
     layers = len(model.get_encoder().layers) + len(model.get_decoder().layers)
     for partition in ((1, layers - 1), (layers - 1, 1)):
@@ -83,7 +83,7 @@ def keep_batch_norms_training():
 
 
 def test_batch_norms_are_frozen_under_pipelines():
-    """Canary's conformers take statistics of a batch, in one process and on tp; on pipelines only frozen ones run."""
+    """Canary's batch norms use batch statistics in a single process and with tp; pipelines require frozen norms."""
     comparison = check_tiny_model(get_tiny_model("canary"), ConfigUnderTest(pp_size=2))
     assert comparison.passed, comparison.report()
     assert abs(get_tiny_model("canary").frozen_norms.loss - get_tiny_model("canary").reference.loss) > 1e-3
@@ -92,13 +92,13 @@ def test_batch_norms_are_frozen_under_pipelines():
 
 
 def test_shared_relative_position_table():
-    """Each rank's heads give SpeechT5's table a part of its gradient."""
+    """Gradients of SpeechT5's relative position table are partial per rank's heads and must be summed."""
     comparison = check_tiny_model(get_tiny_model("speecht5"), ConfigUnderTest(tp_size=2))
     assert comparison.passed, comparison.report()
 
 
 def iter_end_partitions(model_type):
-    """Yields layouts of which one has a single layer on the first stage, and the other on the last."""
+    """Yields a layout with a single layer on the first stage, then one with a single layer on the last stage."""
     model = get_tiny_model(model_type).model_on_meta()
     layers = LayerSequence.of(model, spec_for(model), "pp_size").names
     for partition in ((1, len(layers) - 1), (len(layers) - 1, 1)):
@@ -126,9 +126,9 @@ def detach_position_bias():
 
 
 def test_audio_masks_and_position_bias_cross_stages():
-    """SpeechT5 makes masks of its clips, and distances for the layers of its encoder, before the first of them."""
+    """SpeechT5 computes audio masks and relative positions before its first encoder layer."""
     speecht5 = make_tiny_model(CONFIG_MAPPING["speecht5"](), task="speech")
-    # Else the row without labels is that of the shorter clip.
+    # Without the roll, the sample without labels is the one with the shorter clip.
     speecht5.batches = [batch | {"labels": batch["labels"].roll(1, 0)} for batch in speecht5.batches]
     measured(speecht5)
     layout = ConfigUnderTest(pp_size=2, pipeline_partition=(1, 7))
@@ -139,7 +139,7 @@ def test_audio_masks_and_position_bias_cross_stages():
 
 
 def test_summed_text_and_codebook_embeddings():
-    """Kyutai's embedding adds up tokens of text and of codebooks; its codec runs in no training."""
+    """Kyutai's embedding sums text and codebook tokens; its codec is not used in training."""
     comparison = check_tiny_model(get_tiny_model("kyutai_speech_to_text"), ConfigUnderTest(pp_size=2))
     assert comparison.passed, comparison.report()
 
@@ -162,7 +162,7 @@ def ignore_layerdrop():
 
 
 def measure_with_layerdrop(layout, sabotage=None):
-    """Trains on one batch with layers left out, as other seeds leave them out."""
+    """Returns loss, number of gradients and gradient norm of one batch with LayerDrop, for six seeds."""
     if sabotage is not None:
         sabotage()
     config = get_tiny_model("seamless_m4t").model_on_meta().config

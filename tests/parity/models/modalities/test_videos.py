@@ -1,4 +1,4 @@
-"""Videos beside images: rows with one, two and none, in whole or frame by frame."""
+"""Parity tests of video inputs together with images: samples with no, one and two videos, full or frame by frame."""
 
 import functools
 
@@ -37,7 +37,7 @@ def test_layouts_match_single_process(model_type):
 
 
 def test_videos_from_wrong_sample_are_detected():
-    """The seeded fault: with as many videos and placeholders of the same sizes."""
+    """Seeded fault: videos swapped between samples, with unchanged sizes and placeholders."""
     original = sample_index.rows_with_videos
 
     def swap_video_inputs():
@@ -55,7 +55,7 @@ def test_videos_from_wrong_sample_are_detected():
 
 
 def test_types_without_video_inputs_raise():
-    """A twin is refused rather than compared without videos."""
+    """No tiny model is built, instead of a comparison without videos."""
     with pytest.raises(ValueError, match="accepts no videos in a known format"):
         make_tiny_model(CONFIG_MAPPING["gemma3"](), task="video")
 
@@ -74,7 +74,7 @@ def test_pipeline_videos_for_unverified_types_raises(monkeypatch):
 
 
 def test_video_batch_with_ignored_videos_raises():
-    """The check of twins itself: a model that ignores its videos makes none."""
+    """The batch builder rejects a model whose output does not depend on its videos."""
     model = get_tiny_model("llava_onevision").load()
     original = type(model).forward
 

@@ -1,4 +1,4 @@
-"""Frozen bases in few bits: adapters' gradients, weights after two steps and the codes are those of one process."""
+"""Parity tests of quantized frozen base models: adapter gradients, weights after two steps, and quantized codes."""
 
 import functools
 from dataclasses import replace
@@ -42,7 +42,7 @@ SCHEME_LAYOUTS = {
 CASES = [("llama", name, text) for name, texts in SCHEME_LAYOUTS.items() for text in texts.split(",")]
 # Fused projections, biases, fewer key heads than ranks.
 CASES += [("phi3", "nf4", "tp2"), ("qwen2", "nf4_double", "tp2+sp"), ("qwen3", "torchao", "tp4")]
-# Blocks end with the parts of two ranks.
+# Sizes for which quantization blocks align with the shards of two ranks.
 WIDE = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32}
 
 
@@ -53,7 +53,7 @@ def find_base_model(model_type):
 
 
 def disable_bf16_kernels(model):
-    """Has bitsandbytes' linears multiply as in training, where a CPU has bf16 instructions for evaluation."""
+    """Disables bitsandbytes' bf16 CPU kernels in evaluation, so that it computes as training does."""
     for module in model.modules():
         if type(module).__name__ == "Linear4bit":
             module.support_avx512bf16_for_cpu = False
@@ -85,7 +85,7 @@ def test_every_scheme_is_covered():
 
 
 def compute_dequantization_error(name, text, sabotage=None):
-    """Largest difference of what codes stand for to those of one process, over all weights of the twin."""
+    """Returns the largest difference of dequantized weights to the single-process weights."""
     tiny_model = replace(find_base_model("llama"), arguments={"quantization_config": SCHEMES[name]()})
 
     def on_rank():
@@ -149,11 +149,11 @@ def test_misaligned_quantization_blocks_are_detected():
     assert (run_ranks(on_rank, 2)[0] - dequantize_4bit(stock.data, stock.quant_state)).abs().max() > 1e-2
 
 
-# What users do
+# User workflows
 
 
 def train_and_evaluate(folder, tiny_model, text=None, resume=None):
-    """Losses of a Trainer's run, of its evaluation, and of the merged model."""
+    """Returns the losses of a Trainer run, of its evaluation, and (with `text`) of the merged model."""
     samples = [{name: values[i % 4] for name, values in tiny_model.batches[0].items()} for i in range(16)]
     arguments = {} if text is None else {"megatron_config": ConfigUnderTest(**parse_layouts(text)[0].to_dict())}
     model = prepare_model_for_kbit_training(disable_bf16_kernels(tiny_model.load(**arguments)))
@@ -176,7 +176,7 @@ def test_trainer_resumes_on_another_layout_and_merges(tmp_path):
     expected = train_and_evaluate(tmp_path / "one", tiny_model)
     split = run_ranks(lambda: train_and_evaluate(tmp_path / "tp", tiny_model, "tp2"), 2)[0]
     assert split[:5] == pytest.approx(expected, rel=1e-5)
-    # What was merged is not rounded to codes: it is the model with the adapter.
+    # Merged weights are not quantized again, so the merged model equals the model with the adapter.
     assert split[5] == pytest.approx(split[4], rel=1e-5)
     resumed = run_ranks(
         lambda: train_and_evaluate(tmp_path / "pp", tiny_model, "pp2", str(tmp_path / "tp" / "checkpoint-2")), 2
@@ -218,7 +218,7 @@ def test_adapters_use_the_compute_dtype(storage):
 
 
 def test_skipped_modules_match_transformers():
-    """torchao's names are compared with those of weights, bitsandbytes' with those of modules."""
+    """torchao matches skipped names against weight names, bitsandbytes against module names."""
     skipped_modules = ["o_proj", "lm_head"]
     cases = {
         "nf4": BitsAndBytesConfig(load_in_4bit=True, llm_int8_skip_modules=skipped_modules),
