@@ -1,4 +1,4 @@
-"""What a new parallel axis costs: one folder and one line, and everything else follows from its claims."""
+"""Tests of a new parallel axis: one folder and one entry in `AXES`; the rest follows from its parameter shardings."""
 
 import pytest
 import torch
@@ -20,27 +20,27 @@ def tiny_model():
     return make_tiny_model(CONFIG_MAPPING["llama"](), microbatches=2, batch_size=5)
 
 
-def with_the_axis():
+def register_toy_axis():
     parallelize.AXES = (*parallelize.AXES, axis)
 
 
-def only_the_split_ones(model):
+def require_only_axis_shards(model):
     split = {name: p for name, p in model.named_parameters() if isinstance(p, DTensor)}
     assert split and all(name.endswith(axis.SPLIT) for name in split)
     assert all(p.to_local().shape[0] * axis.PAIR == p.shape[0] for p in split.values())
 
 
 @pytest.mark.parametrize("text", ["dp2+zero0", "dp2+zero1", "dp4+zero0", "dp4+zero1", "dp4+zero2", "pp2+dp2+zero1"])
-def test_parity_over_a_new_axis(tiny_model, text):
+def test_new_axis_matches_single_process(tiny_model, text):
     [layout] = parse_layouts(text)
-    comparison = check_tiny_model(tiny_model, layout, sabotage=with_the_axis, prepare=only_the_split_ones)
+    comparison = check_tiny_model(tiny_model, layout, sabotage=register_toy_axis, prepare=require_only_axis_shards)
     assert comparison.passed, comparison.worst
 
 
-def test_parts_averaged_over_the_wrong_ranks_are_found(tiny_model):
-    """The seeded fault: a part's gradient is averaged over all dp ranks, those with the other part included."""
+def test_wrong_gradient_average_is_detected(tiny_model):
+    """Seeded fault: a shard's gradient is averaged over all dp ranks, including ranks with the other shard."""
 
-    def sabotage():
+    def average_over_all_dp_ranks():
         original = axis.place
 
         def place(model, state):
@@ -53,16 +53,16 @@ def test_parts_averaged_over_the_wrong_ranks_are_found(tiny_model):
                     state.shardings[name] = axis.replace(sharding, gradient=rule)
 
         axis.place = place
-        with_the_axis()
+        register_toy_axis()
 
     [layout] = parse_layouts("dp2+zero1")
-    comparison = check_tiny_model(tiny_model, layout, sabotage=sabotage)
+    comparison = check_tiny_model(tiny_model, layout, sabotage=average_over_all_dp_ranks)
     assert not comparison.passed and comparison.worst.value > 10
 
 
-def trained(path, config, folder=None, resume=None):
+def train_and_save(path, config, folder=None, resume=None):
     if config is not None:
-        with_the_axis()
+        register_toy_axis()
     options = {} if config is None else {"megatron_config": config}
     model = AutoModelForCausalLM.from_pretrained(path, **options)
     accelerator = Accelerator(cpu=True)
@@ -71,8 +71,8 @@ def trained(path, config, folder=None, resume=None):
         accelerator.load_state(str(resume))
     state = parallel_state(model)
     ids = torch.arange(32).view(4, 8) * 3
-    rows = ids if state is None else ids.tensor_split(state.mesh.dp_size)[state.mesh.dp_rank]
-    accelerator.backward(model(input_ids=rows, labels=rows).loss)
+    samples = ids if state is None else ids.tensor_split(state.mesh.dp_size)[state.mesh.dp_rank]
+    accelerator.backward(model(input_ids=samples, labels=samples).loss)
     optimizer.step()
     optimizer.zero_grad()
     if folder is not None:
@@ -82,21 +82,21 @@ def trained(path, config, folder=None, resume=None):
     return {name: tensor.detach().clone() for name, tensor in weights.items()} if state is None else None
 
 
-def test_checkpoints_follow_the_claims(stories, tmp_path):
+def test_checkpoints_follow_the_shardings(stories, tmp_path):
     [layout] = parse_layouts("dp4+zero1")
-    run_ranks(trained, 4, stories, layout, tmp_path)
-    [expected] = run_ranks(trained, 1, stories, None)
+    run_ranks(train_and_save, 4, stories, layout, tmp_path)
+    [expected] = run_ranks(train_and_save, 1, stories, None)
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged").state_dict()
-    # A step of 1e-2 from small gradients makes 1e-5 of their round-off; a lost moment is a whole step.
+    # A step of 1e-2 turns the round-off of small gradients into 1e-5; a lost moment changes a full step.
     for name, tensor in expected.items():
         assert torch.allclose(merged[name], tensor, atol=1e-4), name
 
-    # The moments too: one more step from what was saved, in one process, is two steps.
-    again = run_ranks(trained, 1, stories, None, None, tmp_path / "state")[0]
+    # Optimizer moments: a second step resumed from the saved state, in a single process and with the axis.
+    again = run_ranks(train_and_save, 1, stories, None, None, tmp_path / "state")[0]
     assert any(not torch.equal(again[name], expected[name]) for name in expected)
-    from_its_own = tmp_path / "one"
-    from_its_own.mkdir()
-    run_ranks(trained, 4, stories, layout, from_its_own, tmp_path / "state")
-    continued = AutoModelForCausalLM.from_pretrained(from_its_own / "merged").state_dict()
+    second_folder = tmp_path / "one"
+    second_folder.mkdir()
+    run_ranks(train_and_save, 4, stories, layout, second_folder, tmp_path / "state")
+    continued = AutoModelForCausalLM.from_pretrained(second_folder / "merged").state_dict()
     for name, tensor in again.items():
         assert torch.allclose(continued[name], tensor, atol=1e-4), name

@@ -1,4 +1,4 @@
-"""Blocks that see whole sequences inside a sequence parallel stack and have a style of their own."""
+"""Parity tests of full-sequence blocks with a sharding style in a sequence-parallel stack."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ from hf_megatron.testing.parity import check_tiny_model, make_tiny_model
 
 
 class _OneExpert(nn.Module):
-    """A block that holds its weights itself, as experts do, and stands directly under a layer."""
+    """MLP that owns its weights, as experts do, and is a direct child of a layer."""
 
     def __init__(self, config: LlamaConfig):
         super().__init__()
@@ -25,7 +25,7 @@ class _OneExpert(nn.Module):
         return F.silu(hidden_states @ self.up_proj.T) @ self.down_proj.T
 
 
-def _spec(model):
+def _make_spec(model):
     plan = {f"layers.*.self_attn.{name}_proj": "colwise" for name in "qkv"} | {
         "embed_tokens": "embedding_rowwise",
         "layers.*.self_attn.o_proj": "rowwise",
@@ -41,10 +41,10 @@ def blocks_of_experts(monkeypatch):
     registered_types()
     monkeypatch.setattr(modeling_llama, "LlamaMLP", _OneExpert)
     monkeypatch.setitem(REGISTRY, "llama", None)
-    register_model("llama", _spec, replace=True)
+    register_model("llama", _make_spec, replace=True)
 
 
 @pytest.mark.parametrize("layout", parse_layouts("tp2,tp2+sp"), ids=lambda layout: layout.layout())
-def test_a_partial_sum_directly_under_a_layer(layout, blocks_of_experts):
+def test_partial_sum_block_directly_in_a_layer(layout, blocks_of_experts):
     comparison = check_tiny_model(make_tiny_model(LlamaConfig(), task="causal", changes={}, microbatches=2), layout)
     assert comparison.passed, comparison.report()

@@ -1,6 +1,6 @@
-"""Data parallelism against one process: the same rows over the dp ranks give the same loss, gradients and weights.
+"""Parity tests of data parallelism: loss, gradients and weights for the same global batch.
 
-Five rows, one of them without any label, so that dp ranks have unequal numbers of rows and of labels.
+Batches have five samples, one without labels, so that dp ranks have unequal numbers of samples and of labels.
 """
 
 import functools
@@ -35,27 +35,27 @@ CASES = [
 
 
 @functools.lru_cache(maxsize=2)
-def _tiny_model(model_type: str, microbatches: int):
+def _get_tiny_model(model_type: str, microbatches: int):
     return make_tiny_model(CONFIG_MAPPING[model_type](), microbatches=microbatches, batch_size=5)
 
 
-def _flat():
+def _flatten_cases():
     for model_type, microbatches, layouts in CASES:
         for text, layout in zip(layouts.split(","), parse_layouts(layouts), strict=True):
             yield pytest.param(model_type, microbatches, layout, id=f"{model_type}-{text}-{microbatches}")
 
 
-@pytest.mark.parametrize(("model_type", "microbatches", "layout"), _flat())
-def test_equals_one_process(model_type, microbatches, layout):
-    comparison = check_tiny_model(_tiny_model(model_type, microbatches), layout)
+@pytest.mark.parametrize(("model_type", "microbatches", "layout"), _flatten_cases())
+def test_layouts_match_single_process(model_type, microbatches, layout):
+    comparison = check_tiny_model(_get_tiny_model(model_type, microbatches), layout)
     assert comparison.passed, comparison.report()
 
 
-def small_buckets():
+def use_small_buckets():
     bucket_assignment.default_capacity = lambda *args, **kwargs: 2**15
 
 
-def several_buckets(model):
+def require_several_buckets(model):
     assert len(parallel_state(model).data_parallel.reducer.buckets) > 3
 
 
@@ -64,42 +64,46 @@ def several_buckets(model):
     parse_layouts("dp2+zero0,dp2+zero1,dp2+zero2,dp4+replicas2,tp2+sp+dp2"),
     ids=lambda layout: f"{layout.layout()}-{layout.dp_replicate_size}",
 )
-def test_several_buckets_equal_one_process(layout):
-    comparison = check_tiny_model(_tiny_model("llama", 3), layout, sabotage=small_buckets, prepare=several_buckets)
+def test_several_buckets_match_single_process(layout):
+    comparison = check_tiny_model(
+        _get_tiny_model("llama", 3), layout, sabotage=use_small_buckets, prepare=require_several_buckets
+    )
     assert comparison.passed, comparison.report()
 
 
-def collectives():
-    """Takes the way of backends whose own collectives are used; gloo's stand for them."""
+def use_native_collectives():
+    """Selects the code path of backends with native collectives; gloo's collectives are called there."""
     dist.get_backend = lambda group=None: "nccl"
-    small_buckets()
+    use_small_buckets()
 
 
 BY_COLLECTIVES = "dp2+zero0,dp2+zero1,dp2+zero2,dp4+zero1,dp4+zero2,dp4+replicas2,dp4+replicas2+zero2,tp2+dp2+zero1"
 
 
 @pytest.mark.parametrize("layout", parse_layouts(BY_COLLECTIVES), ids=BY_COLLECTIVES.split(","))
-def test_collectives_equal_one_process(layout):
-    comparison = check_tiny_model(_tiny_model("llama", 3), layout, sabotage=collectives, prepare=several_buckets)
+def test_native_collectives_match_single_process(layout):
+    comparison = check_tiny_model(
+        _get_tiny_model("llama", 3), layout, sabotage=use_native_collectives, prepare=require_several_buckets
+    )
     assert comparison.passed, comparison.report()
 
 
-def test_pipeline_by_collectives_equals_one_process():
+def test_pipeline_native_collectives_match_single_process():
     [layout] = parse_layouts("pp2+dp2+zero1")
-    comparison = check_tiny_model(_tiny_model("llama", 3), layout, sabotage=collectives)
+    comparison = check_tiny_model(_get_tiny_model("llama", 3), layout, sabotage=use_native_collectives)
     assert comparison.passed, comparison.report()
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_ranks_have_unequal_rows_and_labels(ranks):
-    """What the cases above rely on."""
-    parts = _tiny_model("llama", 3).batches[0]["labels"].tensor_split(ranks)
+def test_ranks_have_unequal_samples_and_labels(ranks):
+    """Precondition of the cases above."""
+    parts = _get_tiny_model("llama", 3).batches[0]["labels"].tensor_split(ranks)
     assert len({len(part) for part in parts}) == 2
     assert len({int((part[:, 1:] != -100).sum()) for part in parts}) == 2
 
 
-class _Weighed(torch.autograd.Function):
-    """Identity whose gradient is multiplied by a factor of this rank's own, on average 1."""
+class _ScaledGradient(torch.autograd.Function):
+    """Identity whose gradient is multiplied by a rank-dependent factor that averages to 1."""
 
     @staticmethod
     def forward(ctx, loss, factor):
@@ -111,33 +115,35 @@ class _Weighed(torch.autograd.Function):
         return gradient * ctx.factor, None
 
 
-def weighed_by_rank(model):
+def scale_loss_gradient_by_rank(model):
     state = parallel_state(model)
     factor = 2 * (state.mesh.dp_rank + 1) / (state.mesh.dp_size + 1)
 
-    def weigh(model, args, output):
+    def scale_gradient(model, args, output):
         if torch.is_grad_enabled():
-            output.loss = _Weighed.apply(output.loss, factor)
+            output.loss = _ScaledGradient.apply(output.loss, factor)
 
-    model.register_forward_hook(weigh)
+    model.register_forward_hook(scale_gradient)
 
 
 @pytest.mark.parametrize("text", ["dp2", "dp2+zero3", "tp2+dp2", "pp2+dp2", "cp2+dp2"])
-def test_factors_of_each_rank_count_on_average(text):
-    """As loops multiply a loss by their rank's share of the tokens."""
+def test_rank_loss_factors_are_averaged(text):
+    """Training loops multiply a loss by their rank's share of the tokens."""
     [layout] = parse_layouts(text)
     tiny_model = make_tiny_model(CONFIG_MAPPING["llama"](), microbatches=2, batch_size=5)
-    comparison = check_tiny_model(tiny_model, layout, prepare=weighed_by_rank)
+    comparison = check_tiny_model(tiny_model, layout, prepare=scale_loss_gradient_by_rank)
     assert comparison.passed, comparison.worst
 
 
-def test_factors_that_are_not_averaged_are_found():
-    """The seeded fault."""
+def test_unaveraged_loss_factors_are_detected():
+    """Seeded fault: the local gradient times the group size replaces the all-reduced gradient."""
 
-    def sabotage():
+    def skip_gradient_average():
         mean_grad_ops._added_up = lambda gradient, group: gradient * torch.distributed.get_world_size(group)
 
     [layout] = parse_layouts("dp2")
     tiny_model = make_tiny_model(CONFIG_MAPPING["llama"](), microbatches=2, batch_size=5)
-    comparison = check_tiny_model(tiny_model, layout, sabotage=sabotage, prepare=weighed_by_rank)
+    comparison = check_tiny_model(
+        tiny_model, layout, sabotage=skip_gradient_average, prepare=scale_loss_gradient_by_rank
+    )
     assert not comparison.passed and comparison.worst.value > 10

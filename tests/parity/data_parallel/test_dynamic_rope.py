@@ -1,4 +1,4 @@
-"""Rotary embeddings scaled by the longest text of a batch, where its rows lie in parts, against one process."""
+"""Parity tests of rotary embeddings scaled by the longest sequence of a batch that is sharded over ranks."""
 
 import dataclasses
 import functools
@@ -36,8 +36,8 @@ LAYOUTS = {
 
 
 @functools.lru_cache(maxsize=2)
-def tiny_model(kind):
-    """The first row's positions are the largest; they end where the others' documents are short."""
+def get_tiny_model(kind):
+    """Returns a tiny model; in its batch, two samples have long documents and two have short documents."""
     changes = {"rope_parameters": SCALED[kind], "max_position_embeddings": 8, "head_dim": 16}
     base = make_tiny_model(CONFIG_MAPPING["llama"](), changes=changes)
     generator = torch.Generator().manual_seed(0)
@@ -52,51 +52,53 @@ def tiny_model(kind):
 
 @pytest.mark.parametrize("kind", SCALED)
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_parts_of_a_batch_have_its_scale(kind, name):
-    comparison = check_tiny_model(tiny_model(kind), ConfigUnderTest(**LAYOUTS[name]))
+def test_rope_scale_follows_the_global_batch(kind, name):
+    comparison = check_tiny_model(get_tiny_model(kind), ConfigUnderTest(**LAYOUTS[name]))
     assert comparison.passed, comparison.report()
 
 
-def own_scales():
+def use_local_rope_scale():
     dynamic_rope.DynamicRopeSync.install = lambda self, model: None
 
 
 @pytest.mark.parametrize("name", ["pp2", "dp2"])
 @pytest.mark.parametrize("kind", SCALED)
-def test_scales_of_parts_are_found(kind, name):
-    assert not check_tiny_model(tiny_model(kind), ConfigUnderTest(**LAYOUTS[name]), sabotage=own_scales).passed
+def test_local_rope_scales_are_detected(kind, name):
+    assert not check_tiny_model(
+        get_tiny_model(kind), ConfigUnderTest(**LAYOUTS[name]), sabotage=use_local_rope_scale
+    ).passed
 
 
-def loss_of_the_loop(model, labels, **batch):
-    """Takes the mean of a batch of four rows from the logits of this rank's."""
+def compute_external_loss(model, labels, **batch):
+    """Returns this rank's share of the mean loss of a global batch of four samples, computed from its local logits."""
     state = parallel_state(model)
     logits = model(**batch).logits[:, :-1].flatten(0, 1)
     total = cross_entropy(logits, labels[:, 1:].flatten(), reduction="sum")
     return total / (4 * 12) * (1 if state is None else state.mesh.dp_size)
 
 
-def differences_of_loops(kind, sabotage=None):
-    made = tiny_model(kind)
+def measure_gradient_errors(kind, sabotage=None):
+    tiny_model = get_tiny_model(kind)
 
-    def gradients(layout=None):
+    def compute_gradient(layout=None):
         if sabotage is not None:
             sabotage()
-        model = made.load(**({} if layout is None else {"megatron_config": layout})).train()
-        state, [batch] = parallel_state(model), made.batches
+        model = tiny_model.load(**({} if layout is None else {"megatron_config": layout})).train()
+        state, [batch] = parallel_state(model), tiny_model.batches
         if state is not None:
             rank, ranks = state.mesh.dp_rank, state.mesh.dp_size
             batch = {n: v.tensor_split(ranks)[rank] if isinstance(v, torch.Tensor) else v for n, v in batch.items()}
-        loss_of_the_loop(model, **batch).backward()
+        compute_external_loss(model, **batch).backward()
         return model.model.layers[0].self_attn.q_proj.weight.grad.clone()
 
-    [expected] = run_ranks(gradients, 1)
+    [expected] = run_ranks(compute_gradient, 1)
     return [
-        ((found - expected).norm() / expected.norm()).item()
-        for found in run_ranks(gradients, 2, ConfigUnderTest(dp_size=2, zero_stage=0))
+        ((gradient - expected).norm() / expected.norm()).item()
+        for gradient in run_ranks(compute_gradient, 2, ConfigUnderTest(dp_size=2, zero_stage=0))
     ]
 
 
 @pytest.mark.parametrize("kind", SCALED)
-def test_losses_of_the_loops_own(kind):
-    assert max(differences_of_loops(kind)) < 1e-4
-    assert min(differences_of_loops(kind, own_scales)) > 1e-3
+def test_rope_scale_with_external_losses(kind):
+    assert max(measure_gradient_errors(kind)) < 1e-4
+    assert min(measure_gradient_errors(kind, use_local_rope_scale)) > 1e-3

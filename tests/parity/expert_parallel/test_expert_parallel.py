@@ -1,4 +1,4 @@
-"""Experts over several ranks against one process: every layout they combine with, starved ranks, seeded faults."""
+"""Parity tests of expert parallelism: combinations with other axes, ranks without tokens, seeded faults."""
 
 import copy
 import dataclasses
@@ -55,12 +55,12 @@ LAYOUTS = [
     "dp4+replicas2+ep2",
     "dp2+pp2+tp2+sp+ep4",
 ]
-# Routers that draw groups, gates beside shared experts, transposed experts with biases, experts that are given all.
+# Group-limited routers, gated shared experts, transposed experts with biases, experts called with all tokens.
 TYPES = {"deepseek_v3": "tp2+sp+ep2", "qwen2_moe": "tp2+sp+ep2", "gpt_oss": "dp2+ep2", "llama4_text": "tp2+ep2"}
 
 
-# Over tp, over dp, over both, and repeated: routers with groups, biases that they choose by, gates, no gates,
-# transposed experts, weights one below the other, state space layers beside them.
+# Experts over tp, dp, both, and replicated: group-limited routers, selection biases, gates, no gates, transposed
+# experts, stacked expert weights, models with state space layers.
 FOUR_RANKS = {
     "deepseek_v3": ("dp4+ep4", "dp2+tp2+sp+ep4"),
     "ernie4_5_moe": ("tp4+ep4",),
@@ -79,7 +79,7 @@ def tiny_model():
     return make_tiny_model(CONFIG_MAPPING["qwen3_moe"](), microbatches=2, batch_size=5)
 
 
-def holds_its_share(model):
+def require_expert_shards(model):
     state = parallel_state(model)
     for name, parameter in model.named_parameters():
         if ".experts." in name and state.axes.size("pp") == 1:
@@ -92,22 +92,22 @@ def holds_its_share(model):
 @pytest.mark.parametrize("text", LAYOUTS)
 def test_parity(tiny_model, text):
     [layout] = parse_layouts(text)
-    comparison = check_tiny_model(tiny_model, layout, prepare=holds_its_share)
+    comparison = check_tiny_model(tiny_model, layout, prepare=require_expert_shards)
     assert comparison.passed, comparison.worst
 
 
 @pytest.mark.parametrize(("model", "text"), TYPES.items(), ids=list(TYPES))
-def test_parity_of_other_experts(model, text):
+def test_parity_for_other_expert_types(model, text):
     [layout] = parse_layouts(text)
     comparison = check_tiny_model(make_tiny_model(CONFIG_MAPPING[model](), microbatches=2), layout)
     assert comparison.passed, comparison.worst
 
 
 @pytest.mark.parametrize(("model", "text"), [(model, text) for model, found in FOUR_RANKS.items() for text in found])
-def test_parity_of_experts_over_four_ranks(model, text):
+def test_parity_for_expert_types_on_four_ranks(model, text):
     [layout] = parse_layouts(text)
     tiny_model = make_tiny_model(CONFIG_MAPPING[model](), microbatches=2, batch_size=5)
-    comparison = check_tiny_model(tiny_model, layout, prepare=holds_its_share)
+    comparison = check_tiny_model(tiny_model, layout, prepare=require_expert_shards)
     assert comparison.passed, comparison.worst
 
 
@@ -130,8 +130,11 @@ def with_identity_experts():
         if name.endswith(".experts"):
             module.register_forward_pre_hook(lambda module, args: chosen.append(args[1].flatten()))
     model(**tiny_model.batches[0])
-    handed_back = (torch.cat(chosen) >= real).float().mean()
-    assert 0.1 < handed_back < 0.9 and len(set(torch.cat(chosen).tolist())) == real + tiny_model.config.zero_expert_num
+    identity_fraction = (torch.cat(chosen) >= real).float().mean()
+    assert (
+        0.1 < identity_fraction < 0.9
+        and len(set(torch.cat(chosen).tolist())) == real + tiny_model.config.zero_expert_num
+    )
     return tiny_model
 
 
@@ -143,9 +146,9 @@ def with_identity_experts():
         *("dp4+ep2+zero3", "dp2+tp2+etp2+ep2", "dp2+tp2+etp2+ep2+zero3"),
     ],
 )
-def test_experts_that_hand_tokens_back(with_identity_experts, text, recompute):
+def test_identity_experts(with_identity_experts, text, recompute):
     layout = dataclasses.replace(parse_layouts(text)[0], recompute=recompute)
-    comparison = check_tiny_model(with_identity_experts, layout, prepare=holds_its_share)
+    comparison = check_tiny_model(with_identity_experts, layout, prepare=require_expert_shards)
     assert comparison.passed, comparison.worst
 
 
@@ -158,15 +161,15 @@ def test_experts_that_hand_tokens_back(with_identity_experts, text, recompute):
     ],
     ids=["several of a block", "more of them than of others", "none"],
 )
-def test_numbers_of_experts_that_hand_tokens_back(changes):
+def test_identity_expert_counts(changes):
     tiny_model = make_tiny_model(CONFIG_MAPPING["longcat_flash"](), batch_size=4, changes=changes)
     [layout] = parse_layouts("dp2+ep2")
-    comparison = check_tiny_model(tiny_model, layout, prepare=holds_its_share)
+    comparison = check_tiny_model(tiny_model, layout, prepare=require_expert_shards)
     assert comparison.passed, comparison.worst
 
 
-def to_the_first(model):
-    """Sends every token to experts of the first rank."""
+def route_to_first_rank(model):
+    """Biases all routers so that every token selects experts of the first rank."""
     for name, module in model.named_modules():
         if name.endswith("mlp.router"):
             with torch.no_grad():
@@ -175,23 +178,23 @@ def to_the_first(model):
 
 @pytest.mark.parametrize("text", ["dp2+ep2", "dp2+ep2+zero3", "tp2+ep2", "dp4+ep4"])
 def test_ranks_without_tokens(text):
-    # With other draws a unit stands at its clamp, and AdamW decides on which side.
+    # With other seeds an activation lies on its clamp bound, and a step of AdamW decides on which side.
     tiny_model = make_tiny_model(CONFIG_MAPPING["gpt_oss"](), microbatches=2, batch_size=4, seed=20)
     model = tiny_model.load()
-    to_the_first(model)
+    route_to_first_rank(model)
     reference = measure(model, tiny_model.batches)
     unused = [g[2:] for name, g in reference.gradients.items() if "experts." in name]
     assert unused and not any(gradient.any() for gradient in unused)
     starved = dataclasses.replace(tiny_model, reference=reference)
     [layout] = parse_layouts(text)
-    comparison = check_tiny_model(starved, layout, prepare=to_the_first)
+    comparison = check_tiny_model(starved, layout, prepare=route_to_first_rank)
     assert comparison.passed, comparison.worst
 
 
 @pytest.mark.parametrize("text", ["dp2+ep2", "tp2+ep2", "tp2+sp+ep2"])
 @pytest.mark.parametrize("length", [1, 3])
 def test_few_tokens(text, length):
-    """A rank of a split sequence has no token; the ranks of dp have one each."""
+    """With length 1, one sequence-parallel rank has no token and each dp rank has one."""
     config = CONFIG_MAPPING["qwen3_moe"]()
     tiny_model = make_tiny_model(config, batch_size=2, sequence_length=length + 1)
     [layout] = parse_layouts(text)
@@ -219,25 +222,25 @@ def test_shared_experts(with_shared_experts, text, recompute):
     assert comparison.passed, comparison.worst
 
 
-def events_of_a_layer(tiny_model, recompute):
-    """What happens around the exchange of rows in a layer's second forward, and in its backward."""
+def record_overlap_events(tiny_model, recompute):
+    """Returns the order of all-to-alls and shared experts in the second forward of a model and in its backward."""
     layout = ConfigUnderTest(dp_size=2, ep_size=2, recompute=recompute)
     model = tiny_model.load(megatron_config=layout).train()
     batch = {name: value[:1] for name, value in tiny_model.batches[0].items()}
     model(**batch).loss.backward()
-    # Exchanges are kept, so that no two have the same identity.
-    events, kept = [], []
+    # Exchanges are kept alive so that ids are unique.
+    events, exchanges = [], []
     post, wait = all_to_all._Exchange.post, all_to_all._Exchange.wait
 
-    def noting(name, function):
-        def noted(self, *args):
+    def wrap_call(name, function):
+        def wrapper(self, *args):
             events.append((name, id(self)))
-            kept.append(self)
+            exchanges.append(self)
             return function(self, *args)
 
-        return noted
+        return wrapper
 
-    class Noted(torch.autograd.Function):
+    class RecordOrder(torch.autograd.Function):
         @staticmethod
         def forward(ctx, output):
             events.append(("shared", 0))
@@ -248,13 +251,13 @@ def events_of_a_layer(tiny_model, recompute):
             events.append(("shared backward", 0))
             return gradient
 
-    def computed(module, args, output):
-        return Noted.apply(output)
+    def record_shared_experts(module, args, output):
+        return RecordOrder.apply(output)
 
-    all_to_all._Exchange.post, all_to_all._Exchange.wait = noting("post", post), noting("wait", wait)
+    all_to_all._Exchange.post, all_to_all._Exchange.wait = wrap_call("post", post), wrap_call("wait", wait)
     for module in model.modules():
         if hasattr(module, "early"):
-            module.down_proj.register_forward_hook(shard_safe(computed))
+            module.down_proj.register_forward_hook(shard_safe(record_shared_experts))
     loss = model(**batch).loss
     forward, events[:] = list(events), []
     loss.backward()
@@ -262,87 +265,89 @@ def events_of_a_layer(tiny_model, recompute):
 
 
 @pytest.mark.parametrize("recompute", [None, "full"])
-def test_shared_experts_are_computed_while_rows_travel(with_shared_experts, recompute):
-    """In every layer rows are posted, shared experts computed, and rows waited for; and so are their gradients."""
+def test_shared_experts_overlap_token_exchange(with_shared_experts, recompute):
+    """In every layer shared experts run while an all-to-all is in flight, in forward and in backward."""
 
-    def inside(events, name):
-        found = []
+    def count_pending_exchanges(events, name):
+        pending = []
         for place, (kind, _) in enumerate(events):
             if kind == name:
                 posted = {key for event, key in events[:place] if event == "post"}
                 waited = {key for event, key in events[:place] if event == "wait"}
-                found.append(len(posted - waited))
-        return found
+                pending.append(len(posted - waited))
+        return pending
 
-    for forward, backward in run_ranks(events_of_a_layer, 2, with_shared_experts, recompute):
-        assert inside(forward, "shared") and all(inside(forward, "shared"))
+    for forward, backward in run_ranks(record_overlap_events, 2, with_shared_experts, recompute):
+        assert count_pending_exchanges(forward, "shared") and all(count_pending_exchanges(forward, "shared"))
         if recompute is None:
-            assert inside(backward, "shared backward") and all(inside(backward, "shared backward"))
+            assert count_pending_exchanges(backward, "shared backward") and all(
+                count_pending_exchanges(backward, "shared backward")
+            )
         else:
-            assert all(inside(backward, "shared"))
+            assert all(count_pending_exchanges(backward, "shared"))
 
 
-def losses_of_a_copy(tiny_model, layout):
-    """A copy's loss before its original was changed, after that, and after a change of its own."""
+def measure_copy_losses(tiny_model, layout):
+    """Returns a copy's loss: unchanged, after a change of the original, and after a change of the copy."""
     model = tiny_model.load(megatron_config=layout).eval()
     batch = tiny_model.batches[0]
     with torch.no_grad():
         for _ in range(2):
             model(**batch)
-        tiny_model_of_it = copy.deepcopy(model)
-        found = [tiny_model_of_it(**batch).loss.item()]
-        for changed, factor in ((model, 0.0), (tiny_model_of_it, 3.0)):
+        copied_model = copy.deepcopy(model)
+        losses = [copied_model(**batch).loss.item()]
+        for changed, factor in ((model, 0.0), (copied_model, 3.0)):
             for name, parameter in changed.named_parameters():
                 if "shared_experts" in name:
                     parameter.mul_(factor)
-            found.append(tiny_model_of_it(**batch).loss.item())
-    return found
+            losses.append(copied_model(**batch).loss.item())
+    return losses
 
 
 @pytest.mark.parametrize("text", ["dp2+ep2", "tp2+ep2"])
-def test_a_deep_copy_has_shared_experts_of_its_own(with_shared_experts, text):
-    expected = losses_of_a_copy(with_shared_experts, None)
+def test_deepcopy_has_independent_shared_experts(with_shared_experts, text):
+    expected = measure_copy_losses(with_shared_experts, None)
     assert expected[0] == expected[1] != expected[2]
     layout = ConfigUnderTest(**parse_layouts(text)[0].to_dict())
-    for found in run_ranks(losses_of_a_copy, 2, with_shared_experts, layout):
-        assert found == pytest.approx(expected, rel=1e-5)
+    for losses in run_ranks(measure_copy_losses, 2, with_shared_experts, layout):
+        assert losses == pytest.approx(expected, rel=1e-5)
 
 
-def counted():
-    """Counts the routes that are found, and how many of them in backward."""
-    found = [0, 0]
+def count_routes():
+    """Counts computed routes; returns a list of their number in forward and in backward."""
+    counts = [0, 0]
     original = token_dispatcher.AllToAll._route
 
     def route(self, chosen):
-        found[in_backward()] += 1
+        counts[in_backward()] += 1
         return original(self, chosen)
 
     token_dispatcher.AllToAll._route = route
-    return found
+    return counts
 
 
-def routes_of_a_step(tiny_model, reentrant):
-    found = counted()
+def count_routes_in_step(tiny_model, reentrant):
+    counts = count_routes()
     model = tiny_model.load(megatron_config=ConfigUnderTest(dp_size=2, ep_size=2)).train()
     model.gradient_checkpointing_enable({"use_reentrant": reentrant})
     rank = parallel_state(model).mesh.dp_rank
     losses = [model(**{k: v[rank : rank + 1] for k, v in batch.items()}).loss for batch in tiny_model.batches]
     sum(losses).backward()
-    return found, sum(isinstance(module, experts.ParallelExperts) for module in model.modules())
+    return counts, sum(isinstance(module, experts.ParallelExperts) for module in model.modules())
 
 
-def test_layers_that_are_computed_again_route_once(tiny_model):
-    """Two forwards are under way; with reentrant checkpoints, whose inputs are others, layers route again."""
-    for found, moe_blocks in run_ranks(routes_of_a_step, 2, tiny_model, False):
-        assert found == [2 * moe_blocks, 0]
-    for found, moe_blocks in run_ranks(routes_of_a_step, 2, tiny_model, True):
-        assert found == [2 * moe_blocks, 2 * moe_blocks]
+def test_recomputed_layers_route_once(tiny_model):
+    """With two active forwards; reentrant checkpoints rerun layers on detached inputs, which are routed again."""
+    for counts, moe_blocks in run_ranks(count_routes_in_step, 2, tiny_model, False):
+        assert counts == [2 * moe_blocks, 0]
+    for counts, moe_blocks in run_ranks(count_routes_in_step, 2, tiny_model, True):
+        assert counts == [2 * moe_blocks, 2 * moe_blocks]
 
 
-def test_choices_that_would_be_others_are_kept(tiny_model):
-    """A router that chooses otherwise when it is computed again, as near-ties do on devices, changes nothing."""
+def test_recompute_reuses_routing(tiny_model):
+    """A router that selects other experts when recomputed, as near-ties do on accelerators, has no effect."""
 
-    def shaken(model):
+    def perturb_recomputed_routers(model):
         for module in model.modules():
             if type(module).__name__.endswith("TopKRouter"):
                 stock = module.forward
@@ -360,24 +365,24 @@ def test_choices_that_would_be_others_are_kept(tiny_model):
 
                 module.forward = shard_safe(forward)
 
-    # Scores of the negated router have another gradient; where rows went is what is compared.
-    def rows(model_edit):
+    # Scores of the negated router have another gradient, so dispatched experts are compared instead of gradients.
+    def collect_dispatches(model_edit):
         model = tiny_model.load(megatron_config=ConfigUnderTest(dp_size=2, ep_size=2, recompute="full")).train()
         model_edit(model)
         sent = []
         original = token_dispatcher.AllToAll.dispatch
 
-        def noting(self, hidden, chosen, *args):
-            found = original(self, hidden, chosen, *args)
+        def record_dispatch(self, hidden, chosen, *args):
+            result = original(self, hidden, chosen, *args)
             sent.append((in_backward(), chosen.tolist()))
-            return found
+            return result
 
-        token_dispatcher.AllToAll.dispatch = noting
+        token_dispatcher.AllToAll.dispatch = record_dispatch
         batch = tiny_model.batches[0]
         model(**{k: v[:1] for k, v in batch.items()}).loss.backward()
         return sent
 
-    for sent in run_ranks(rows, 2, shaken):
+    for sent in run_ranks(collect_dispatches, 2, perturb_recomputed_routers):
         forward = [chosen for again, chosen in sent if not again]
         backward = [chosen for again, chosen in sent if again]
         assert len(forward) == len(backward) > 0
@@ -385,7 +390,7 @@ def test_choices_that_would_be_others_are_kept(tiny_model):
 
 
 @pytest.mark.parametrize("implementation", ["eager", "batched_mm"])
-def test_every_product_of_experts(tiny_model, implementation):
+def test_expert_implementations(tiny_model, implementation):
     [layout] = parse_layouts("dp2+ep2")
 
     def choose(model):
@@ -395,8 +400,8 @@ def test_every_product_of_experts(tiny_model, implementation):
     assert comparison.passed, comparison.worst
 
 
-class _WithPenalty(torch.autograd.Function):
-    """A loss whose gradient reaches weights by themselves too."""
+class _WeightPenalty(torch.autograd.Function):
+    """Identity on a loss; its backward adds a weight decay gradient directly to the weights."""
 
     @staticmethod
     def forward(ctx, loss, *weights):
@@ -408,32 +413,34 @@ class _WithPenalty(torch.autograd.Function):
         return gradient, *(0.5 * gradient * weight for weight in ctx.saved_tensors)
 
 
-def with_penalty(model):
+def register_weight_penalty(model):
     model.register_forward_hook(_add_penalty)
 
 
 def _add_penalty(model, args, output):
     if torch.is_grad_enabled():
-        output.loss = _WithPenalty.apply(output.loss, *model.parameters())
+        output.loss = _WeightPenalty.apply(output.loss, *model.parameters())
 
 
 @pytest.mark.parametrize("text", ["dp2+ep2", "dp4+ep2+zero2", "cp2+ep2", "tp4+ep2", "dp2+tp2+ep4", "dp2+tp2+etp2+ep2"])
-def test_terms_of_weights_by_themselves(tiny_model, text):
-    """Penalties count once, whoever sends tokens to the experts."""
+def test_weight_penalties_count_once(tiny_model, text):
+    """Gradients of weight penalties count once, whichever ranks dispatch tokens to the experts."""
     model = tiny_model.load()
-    with_penalty(model)
+    register_weight_penalty(model)
     reference = measure(model, tiny_model.batches)
     reference.cancelled = tiny_model.reference.cancelled
     [layout] = parse_layouts(text)
-    comparison = check_tiny_model(dataclasses.replace(tiny_model, reference=reference), layout, prepare=with_penalty)
+    comparison = check_tiny_model(
+        dataclasses.replace(tiny_model, reference=reference), layout, prepare=register_weight_penalty
+    )
     assert comparison.passed, comparison.worst
 
 
-# Seeded faults, each of which a comparison has to find.
+# Seeded faults
 
 
-def averaged_over(axis):
-    def sabotage():
+def average_over(axis):
+    def set_gradient_average():
         original = expert_axis.place
 
         def place(model, state):
@@ -444,22 +451,22 @@ def averaged_over(axis):
 
         expert_axis.place = place
 
-    return sabotage
+    return set_gradient_average
 
 
-def divided_by_all():
+def divide_by_all_ranks():
     from hf_megatron.data_parallel.grad_sync_groups import GradSyncGroup
 
     original = GradSyncGroup.along.__func__
 
     def along(cls, axis, mesh):
-        found = original(cls, axis, mesh)
-        return dataclasses.replace(found, divisor=mesh.axes.size("dp_cp")) if axis == "edp" else found
+        group = original(cls, axis, mesh)
+        return dataclasses.replace(group, divisor=mesh.axes.size("dp_cp")) if axis == "edp" else group
 
     GradSyncGroup.along = classmethod(along)
 
 
-def sent_by_every_tp_rank():
+def dispatch_from_every_tp_rank():
     original = expert_axis.install
 
     def install(model, state):
@@ -471,19 +478,19 @@ def sent_by_every_tp_rank():
     expert_axis.install = install
 
 
-def rows_to_the_wrong_expert():
+def route_to_wrong_expert():
     original = token_dispatcher.AllToAll.dispatch
 
-    def wrong(self, *args):
-        found, route = original(self, *args)
-        local = found.experts
+    def dispatch_to_next_expert(self, *args):
+        dispatched, route = original(self, *args)
+        local = dispatched.experts
         swapped = torch.where(local < self.experts, (local + 1) % self.experts, local)
-        return found._replace(experts=swapped), route
+        return dispatched._replace(experts=swapped), route
 
-    token_dispatcher.AllToAll.dispatch = wrong
+    token_dispatcher.AllToAll.dispatch = dispatch_to_next_expert
 
 
-def half_the_gradient_on_the_way_back():
+def halve_all_to_all_gradient():
     original = all_to_all._Arrive.backward
 
     def backward(ctx, gradient):
@@ -492,34 +499,34 @@ def half_the_gradient_on_the_way_back():
     all_to_all._Arrive.backward = staticmethod(backward)
 
 
-def router_without_a_gradient():
+def detach_router_weights():
     original = token_dispatcher.AllToAll.dispatch
 
-    def detached(self, hidden, chosen, weights, *args):
+    def dispatch_detached(self, hidden, chosen, weights, *args):
         return original(self, hidden, chosen, weights.detach(), *args)
 
-    token_dispatcher.AllToAll.dispatch = detached
+    token_dispatcher.AllToAll.dispatch = dispatch_detached
 
 
 FAULTS = {
-    "averaged over dp": (averaged_over("dp"), "dp2+ep2"),
-    "averaged over dp, repeated": (averaged_over("dp"), "dp4+ep2"),
-    "divided by all": (divided_by_all, "dp4+ep2"),
-    "every tp rank sends all tokens": (sent_by_every_tp_rank, "tp2+ep2"),
-    "wrong expert": (rows_to_the_wrong_expert, "dp2+ep2"),
-    "half the gradient": (half_the_gradient_on_the_way_back, "dp2+ep2"),
-    "router detached": (router_without_a_gradient, "tp2+ep2"),
+    "averaged over dp": (average_over("dp"), "dp2+ep2"),
+    "averaged over dp, repeated": (average_over("dp"), "dp4+ep2"),
+    "divided by all": (divide_by_all_ranks, "dp4+ep2"),
+    "every tp rank sends all tokens": (dispatch_from_every_tp_rank, "tp2+ep2"),
+    "wrong expert": (route_to_wrong_expert, "dp2+ep2"),
+    "half the gradient": (halve_all_to_all_gradient, "dp2+ep2"),
+    "router detached": (detach_router_weights, "tp2+ep2"),
 }
 
 
 @pytest.mark.parametrize(("sabotage", "text"), FAULTS.values(), ids=list(FAULTS))
-def test_seeded_faults_are_found(tiny_model, sabotage, text):
+def test_seeded_faults_are_detected(tiny_model, sabotage, text):
     [layout] = parse_layouts(text)
     comparison = check_tiny_model(tiny_model, layout, sabotage=sabotage)
     assert not comparison.passed and comparison.worst.value > 10
 
 
-def handed_back_in_part(share):
+def set_identity_share(share):
     original = expert_axis.install
 
     def install(model, state):
@@ -531,49 +538,47 @@ def handed_back_in_part(share):
     expert_axis.install = install
 
 
-def choices_as_if_experts_followed_each_other():
+def assume_contiguous_expert_ids():
     token_dispatcher.ExpertBlocks.by_rank = lambda self, chosen: chosen
 
 
-def files_as_if_experts_followed_each_other():
+def assume_contiguous_expert_files():
     shard_operation.place_in_run = lambda sharding, source, index: index
 
 
-FAULTS_OF_IDENTITY_EXPERTS = {
-    "not handed back": (functools.partial(handed_back_in_part, 0.0), "dp2+ep2"),
-    "handed back by every tp rank": (functools.partial(handed_back_in_part, 1.0), "dp2+tp2+etp2+ep2"),
-    "choices of a run": (choices_as_if_experts_followed_each_other, "dp2+ep2"),
-    "files of a run": (files_as_if_experts_followed_each_other, "dp2+ep2"),
+IDENTITY_EXPERT_FAULTS = {
+    "not handed back": (functools.partial(set_identity_share, 0.0), "dp2+ep2"),
+    "handed back by every tp rank": (functools.partial(set_identity_share, 1.0), "dp2+tp2+etp2+ep2"),
+    "choices of a run": (assume_contiguous_expert_ids, "dp2+ep2"),
+    "files of a run": (assume_contiguous_expert_files, "dp2+ep2"),
 }
 
 
-@pytest.mark.parametrize(
-    ("sabotage", "text"), FAULTS_OF_IDENTITY_EXPERTS.values(), ids=list(FAULTS_OF_IDENTITY_EXPERTS)
-)
-def test_seeded_faults_of_identity_experts_are_found(with_identity_experts, sabotage, text):
+@pytest.mark.parametrize(("sabotage", "text"), IDENTITY_EXPERT_FAULTS.values(), ids=list(IDENTITY_EXPERT_FAULTS))
+def test_identity_expert_faults_are_detected(with_identity_experts, sabotage, text):
     [layout] = parse_layouts(text)
     comparison = check_tiny_model(with_identity_experts, layout, sabotage=sabotage)
     assert not comparison.passed and comparison.worst.value > 10
 
 
-def test_starved_experts_outside_of_the_graph_are_found():
-    """The seeded fault: a rank that gets no row leaves its experts' gradients out."""
+def test_starved_experts_outside_the_graph_are_detected():
+    """Seeded fault: experts of a rank without tokens are outside the autograd graph."""
 
-    def sabotage():
+    def detach_empty_experts():
         original = experts.ParallelExperts._computed
 
-        def empty(self, dispatched, route):
+        def compute(self, dispatched, route):
             if not route.pairs:
                 return dispatched.rows.detach()
             return original(self, dispatched, route)
 
-        experts.ParallelExperts._computed = empty
+        experts.ParallelExperts._computed = compute
 
-    # With other draws a unit stands at its clamp, and AdamW decides on which side.
+    # With other seeds an activation lies on its clamp bound, and a step of AdamW decides on which side.
     tiny_model = make_tiny_model(CONFIG_MAPPING["gpt_oss"](), microbatches=2, batch_size=4, seed=20)
     model = tiny_model.load()
-    to_the_first(model)
+    route_to_first_rank(model)
     starved = dataclasses.replace(tiny_model, reference=measure(model, tiny_model.batches))
     [layout] = parse_layouts("tp2+ep2")
     with pytest.raises(RankError, match="stuck|failed|died"):
-        check_tiny_model(starved, layout, sabotage=sabotage, prepare=to_the_first, timeout=20)
+        check_tiny_model(starved, layout, sabotage=detach_empty_experts, prepare=route_to_first_rank, timeout=20)

@@ -1,4 +1,4 @@
-"""Routing that is replayed, on every layout as in one process, and for every router."""
+"""Parity tests of router replay, on all layouts and for all router types."""
 
 import contextlib
 import dataclasses
@@ -40,31 +40,31 @@ def tiny_model():
     return make_tiny_model(CONFIG_MAPPING["deepseek_v3"](), microbatches=2)
 
 
-def routing_of(input_ids, layers, experts, choices):
-    """Returns choices that no router would make, and others in each layer: `[layers, batch, tokens, choices]`."""
+def make_routing(input_ids, layers, experts, choices):
+    """Returns artificial expert choices that differ between layers: `[layers, batch, tokens, choices]`."""
     first = input_ids + torch.arange(layers).view(-1, 1, 1)
     return (first.unsqueeze(-1) + torch.arange(choices)) % experts
 
 
 def replay_by_token(model):
-    """Replays in every call what `routing_of` makes of its tokens, from now on."""
-    with record_routing(model) as found:
+    """Replays the result of `make_routing` for the tokens of every following call."""
+    with record_routing(model) as recording:
         pass
     config = model.config.get_text_config()
     experts, choices = config.n_routed_experts, config.num_experts_per_tok
-    routing = Routing(found.layers)
+    routing = Routing(recording.layers)
     model.under_replay = contextlib.ExitStack()
     model.under_replay.enter_context(replay_routing(model, routing))
 
-    def note(module, args, kwargs):
-        routing.calls.append(routing_of(kwargs["input_ids"], len(found.layers), experts, choices))
+    def append_routing(module, args, kwargs):
+        routing.calls.append(make_routing(kwargs["input_ids"], len(recording.layers), experts, choices))
 
-    model.register_forward_pre_hook(note, with_kwargs=True, prepend=True)
+    model.register_forward_pre_hook(append_routing, with_kwargs=True, prepend=True)
 
 
 @pytest.fixture(scope="module")
 def replayed(tiny_model):
-    """The twin, whose reference replays."""
+    """The tiny model with a reference that replays routing."""
     model = tiny_model.load()
     replay_by_token(model)
     reference = measure(model, tiny_model.batches)
@@ -79,14 +79,14 @@ def test_replay(replayed, text):
 
 
 @pytest.mark.parametrize("text", ["tp2", "dp2+ep2", "tp2+sp+pp2+ep2", "cp2+ep2"])
-def test_layers_that_are_computed_again(replayed, text):
+def test_replay_with_recompute(replayed, text):
     layout = dataclasses.replace(parse_layouts(text)[0], recompute="full")
     comparison = check_tiny_model(replayed, layout, prepare=replay_by_token)
     assert comparison.passed, comparison.report()
 
 
-def without_the_cut():
-    """Every rank takes the first tokens of a row."""
+def shift_routing_by_one_token():
+    """Shifts the replayed routing by one token at every router."""
     original = _Player.choose
 
     def choose(self, name, call, live, is_group):
@@ -96,25 +96,25 @@ def without_the_cut():
     _Player.choose = choose
 
 
-def test_routing_of_other_tokens_is_found(replayed):
+def test_misaligned_routing_is_detected(replayed):
     assert not check_tiny_model(
-        replayed, parse_layouts("dp2+ep2")[0], prepare=replay_by_token, sabotage=without_the_cut
+        replayed, parse_layouts("dp2+ep2")[0], prepare=replay_by_token, sabotage=shift_routing_by_one_token
     ).passed
 
 
-def recorded_on(tiny_model, layout):
+def record_on_layout(tiny_model, layout):
     model = tiny_model.load(megatron_config=ConfigUnderTest(**layout.to_dict())).eval()
     batch = tiny_model.batches[0]["input_ids"]
     mesh = parallel_state(model).mesh
-    rows = batch.tensor_split(mesh.dp_size)[mesh.dp_rank]
+    samples = batch.tensor_split(mesh.dp_size)[mesh.dp_rank]
     with record_routing(model) as routing, torch.no_grad():
-        model(input_ids=rows)
-        model.base_model(input_ids=rows) if mesh.pp_size == 1 else model(input_ids=rows)
+        model(input_ids=samples)
+        model.base_model(input_ids=samples) if mesh.pp_size == 1 else model(input_ids=samples)
     return mesh.dp_rank, mesh.dp_size, routing.layers, routing.calls
 
 
 @pytest.mark.parametrize("text", LAYOUTS)
-def test_recorded_identically(tiny_model, text):
+def test_recorded_routing_matches_single_process(tiny_model, text):
     layout = parse_layouts(text)[0]
     model = tiny_model.load().eval()
     batch = tiny_model.batches[0]["input_ids"]
@@ -122,17 +122,17 @@ def test_recorded_identically(tiny_model, text):
         model(input_ids=batch)
     assert routing.calls[0].min() >= 0 and len(routing.calls) == 1
     for rank, ranks, layers, calls in run_ranks(
-        recorded_on,
+        record_on_layout,
         layout.ranks_per_replica * layout.dp_size if layout.dp_size else layout.ranks_per_replica,
         tiny_model,
         layout,
     ):
-        own = routing.calls[0].tensor_split(ranks, 1)[rank]
+        local_routing = routing.calls[0].tensor_split(ranks, 1)[rank]
         assert layers == routing.layers and len(calls) == 2
-        assert torch.equal(calls[0], own) and torch.equal(calls[1], own)
+        assert torch.equal(calls[0], local_routing) and torch.equal(calls[1], local_routing)
 
 
-def generated_and_trained(tiny_model, megatron_config=None):
+def generate_and_replay(tiny_model, megatron_config=None):
     model = tiny_model.load(megatron_config=megatron_config).eval()
     prompt = tiny_model.batches[0]["input_ids"][:2, :5]
     with record_routing(model) as routing:
@@ -141,54 +141,54 @@ def generated_and_trained(tiny_model, megatron_config=None):
         for name, parameter in model.named_parameters():
             if name.endswith("gate.weight"):
                 parameter.neg_()
-    joined = routing.joined(tokens.shape[1])
-    with replay_routing(model, joined), record_routing(model) as again:
+    generated_routing = routing.joined(tokens.shape[1])
+    with replay_routing(model, generated_routing), record_routing(model) as replayed_routing:
         loss = model(input_ids=tokens, labels=tokens).loss
-    assert torch.equal(again.calls[0][:, :, : joined.shape[2]], joined)
-    return tokens, joined, loss.item()
+    assert torch.equal(replayed_routing.calls[0][:, :, : generated_routing.shape[2]], generated_routing)
+    return tokens, generated_routing, loss.item()
 
 
-def test_what_generated_is_trained(tiny_model):
-    """The routing of `generate()`, prompt and tokens one by one, in a forward of the whole rows."""
-    tokens, joined, loss = generated_and_trained(tiny_model)
-    assert joined.shape[2] == tokens.shape[1] - 1
+def test_generated_routing_replays_in_training(tiny_model):
+    """Routing recorded in `generate()`, for the prompt and each token, is replayed in a forward of full sequences."""
+    tokens, routing, loss = generate_and_replay(tiny_model)
+    assert routing.shape[2] == tokens.shape[1] - 1
     for text, ranks in (("tp2+sp+ep2", 2), ("pp2", 2), ("cp2+ep2", 2)):
         layout = ConfigUnderTest(**parse_layouts(text)[0].to_dict())
-        for found in run_ranks(generated_and_trained, ranks, tiny_model, layout):
-            assert torch.equal(found[0], tokens) and torch.equal(found[1], joined)
-            assert abs(found[2] - loss) < 1e-5
+        for result in run_ranks(generate_and_replay, ranks, tiny_model, layout):
+            assert torch.equal(result[0], tokens) and torch.equal(result[1], routing)
+            assert abs(result[2] - loss) < 1e-5
 
 
-MIXTURES = sorted({row["model_type"] for row in verified.records() if row["layout"] == "ep" and row["passed"]})
-WITH_EXPERTS = {
+MOE_TYPES = sorted({row["model_type"] for row in verified.records() if row["layout"] == "ep" and row["passed"]})
+EXPERT_CHANGES = {
     "gemma4_text": {"enable_moe_block": True, "num_experts": 8, "top_k_experts": 2, "moe_intermediate_size": 32}
 }
-BY_OTHER_MEANS = {"phimoe"}
+WITHOUT_TOPK = {"phimoe"}
 
 
-@pytest.mark.parametrize("model_type", sorted(set(MIXTURES) & set(causal_types())))
-def test_every_router(model_type):
-    """What was recorded is chosen again by routers of other weights, whose gradients are those of the choice."""
-    tiny_model = make_tiny_model(CONFIG_MAPPING[model_type](**WITH_EXPERTS.get(model_type, {})))
+@pytest.mark.parametrize("model_type", sorted(set(MOE_TYPES) & set(causal_types())))
+def test_replay_for_every_router_type(model_type):
+    """Routers with changed weights select the replayed experts."""
+    tiny_model = make_tiny_model(CONFIG_MAPPING[model_type](**EXPERT_CHANGES.get(model_type, {})))
     model = tiny_model.load().eval()
     batch = {"input_ids": tiny_model.batches[0]["input_ids"]}
-    if model_type in BY_OTHER_MEANS:
+    if model_type in WITHOUT_TOPK:
         with pytest.raises(UnsupportedError, match=r"does not select experts with torch\.topk"), record_routing(model):
             model(**batch)
         return
     with record_routing(model) as routing:
         model(**batch)
-    wanted = routing.calls[0].flip(2)
+    flipped_routing = routing.calls[0].flip(2)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(1.1)
-    with replay_routing(model, wanted), record_routing(model) as again:
+    with replay_routing(model, flipped_routing), record_routing(model) as replayed_routing:
         output = model(**batch)
-    assert torch.equal(again.calls[0], wanted)
+    assert torch.equal(replayed_routing.calls[0], flipped_routing)
     assert output.logits.isfinite().all()
 
 
-def test_bad_routing_is_named(tiny_model):
+def test_invalid_routing_raises(tiny_model):
     model = tiny_model.load()
     batch = tiny_model.batches[0]["input_ids"]
     with record_routing(model) as routing:
@@ -212,9 +212,9 @@ def test_bad_routing_is_named(tiny_model):
 
 @pytest.mark.parametrize("text", [None, "tp2", "dp2+ep2"])
 def test_recording_changes_no_gradient(tiny_model, text):
-    """Also of layers that are computed again behind the context."""
+    """Covers layers that are recomputed after the context has exited."""
 
-    def gradient(records):
+    def compute_gradient(records):
         config = {} if text is None else {"megatron_config": ConfigUnderTest(**parse_layouts(text)[0].to_dict())}
         model = tiny_model.load(**config).train()
         model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -225,14 +225,14 @@ def test_recording_changes_no_gradient(tiny_model, text):
         gate = model.model.layers[-1].mlp.gate.weight.grad
         return gate.full_tensor() if isinstance(gate, DTensor) else gate.clone()
 
-    def both():
-        return gradient(False), gradient(True)
+    def compute_both():
+        return compute_gradient(False), compute_gradient(True)
 
-    for plain, seen in [both()] if text is None else run_ranks(both, 2):
-        assert torch.equal(plain, seen)
+    for plain, recorded in [compute_both()] if text is None else run_ranks(compute_both, 2):
+        assert torch.equal(plain, recorded)
 
 
-def test_reentrant_checkpoints_are_refused(tiny_model):
+def test_reentrant_checkpoints_raise(tiny_model):
     model = tiny_model.load().train()
     with record_routing(model) as routing:
         model(input_ids=tiny_model.batches[0]["input_ids"])
@@ -241,7 +241,7 @@ def test_reentrant_checkpoints_are_refused(tiny_model):
         pass
 
 
-def test_models_without_experts_are_named():
+def test_models_without_experts_raise():
     model = make_tiny_model(CONFIG_MAPPING["llama"]()).load()
     with pytest.raises(ConfigError, match="no MoE layers"), record_routing(model):
         pass

@@ -1,4 +1,4 @@
-"""Losses of every kind of head against one process, where the rows and labels of a batch lie unevenly on the ranks."""
+"""Parity tests of the losses of all heads, with samples and labels distributed unevenly over the ranks."""
 
 import functools
 
@@ -95,7 +95,7 @@ _CONFIGS = {
         **changes,
     ),
 }
-# Head -> class suffix, changes of the config.
+# Head -> class suffix, config changes.
 HEADS = {
     "single": ("ForSequenceClassification", {"num_labels": 3}),
     "regression": ("ForSequenceClassification", {"num_labels": 1}),
@@ -112,7 +112,7 @@ HEADS = {
 
 
 def batch(head, seed=0, rows=ROWS):
-    """The last ranks have fewer rows; labels are ignored unevenly, in the last rows altogether."""
+    """Returns a batch that splits unevenly over ranks; later samples ignore more labels, the last two all."""
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(3, VOCABULARY, (rows, LENGTH), generator=generator)
     mask = torch.ones_like(ids)
@@ -130,10 +130,10 @@ def batch(head, seed=0, rows=ROWS):
     if head == "multi":
         return values | {"labels": torch.randint(0, 2, (rows, 3), generator=generator).float()}
     if head == "answers":
-        # Beyond the sequence: a position that is ignored.
+        # Positions beyond the sequence are ignored.
         starts = torch.randint(0, LENGTH, (rows,), generator=generator)
         starts[-1] = LENGTH
-        # The two losses of a batch have numbers of terms of their own.
+        # The start and the end loss have different numbers of terms.
         ends = (starts + 1).clamp(max=LENGTH).where(torch.arange(rows) > 0, LENGTH + 3)
         return values | {"start_positions": starts, "end_positions": ends}
     labels = classes if head == "tokens" else ids
@@ -148,29 +148,29 @@ def batch(head, seed=0, rows=ROWS):
 
 
 @functools.cache
-def _saved(family, head, folder):
-    """The first draw whose own numbers fp32 has well, on the processor at hand; else the best of some."""
-    found = []
+def _get_saved_model(family, head, folder):
+    """Returns the first of six random models with an accurate fp32 reference on this CPU, or the most accurate one."""
+    candidates = []
     for seed in range(6):
-        found.append(_drawn(family, head, folder, seed))
-        if found[-1][0] <= 0.4:
+        candidates.append(_draw_model(family, head, folder, seed))
+        if candidates[-1][0] <= 0.4:
             break
-    return min(found, key=lambda drawn: drawn[0])[1:]
+    return min(candidates, key=lambda drawn: drawn[0])[1:]
 
 
-def _in_fp64(batch):
-    """Labels of a regression beside logits: torch 2.11 takes their loss in one dtype."""
+def _cast_to_fp64(batch):
+    """Casts floating-point inputs: torch 2.11 requires regression labels to have the dtype of the logits."""
     return {name: value.double() if value.is_floating_point() else value for name, value in batch.items()}
 
 
-def _drawn(family, head, folder, seed):
+def _draw_model(family, head, folder, seed):
     suffix, changes = HEADS[head]
     cls = getattr(transformers, f"{family}{suffix}")
     torch.manual_seed(seed)
     model = cls(_CONFIGS[family](**changes)).float()
     draw_parameters(model, seed)
     if family == "T5":
-        # Its attention divides by no root of the width: as drawn, it is steep.
+        # T5's attention scores are not divided by the square root of the head size: unscaled weights saturate softmax.
         with torch.no_grad():
             for name, parameter in model.named_parameters():
                 if name.endswith((".q.weight", ".k.weight")):
@@ -180,9 +180,9 @@ def _drawn(family, head, folder, seed):
     batches = [batch(head, seed) for seed in (0, 1)]
     reference, precise = (
         measure(cls.from_pretrained(path), batches),
-        measure(cls.from_pretrained(path).double(), [_in_fp64(batch) for batch in batches]),
+        measure(cls.from_pretrained(path).double(), [_cast_to_fp64(batch) for batch in batches]),
     )
-    # One number more in the logits of all tokens changes no answer: what that gets is round-off, of any size.
+    # A constant added to the logits of all tokens does not change the softmax over tokens: its gradient is round-off.
     reference.cancelled = precise.cancelled = cancelled(precise)
     return judge(reference, precise).worst.value, cls, path, batches, reference
 
@@ -192,9 +192,9 @@ def _layout(text, **changes):
     return ConfigUnderTest(**(config.to_dict() | changes))
 
 
-def errors(family, head, folder, layout, sabotage=None, **changes):
-    """The numbers of every rank against one process: reported loss, gradients, norm and weights after two steps."""
-    cls, path, batches, reference = _saved(family, head, folder)
+def compare_with_reference(family, head, folder, layout, sabotage=None, **changes):
+    """Compares loss, gradients, gradient norm and weights after two steps with the single-process reference."""
+    cls, path, batches, reference = _get_saved_model(family, head, folder)
     config = _layout(layout, **changes)
 
     def on_rank():
@@ -202,9 +202,9 @@ def errors(family, head, folder, layout, sabotage=None, **changes):
             sabotage()
         return measure(cls.from_pretrained(path, megatron_config=config), batches)
 
-    found = run_ranks(on_rank, config.ranks_per_replica * (config.dp_size or 1))
-    assert len({measured.loss for measured in found}) == 1
-    return judge(found[0], reference)
+    measurements = run_ranks(on_rank, config.ranks_per_replica * (config.dp_size or 1))
+    assert len({measured.loss for measured in measurements}) == 1
+    return judge(measurements[0], reference)
 
 
 @pytest.fixture(scope="module")
@@ -223,22 +223,22 @@ CASES = [
 
 @pytest.mark.parametrize(("family", "head"), CASES)
 def test_data_parallel(folder, family, head):
-    judged = errors(family, head, folder, "dp2")
-    assert judged.passed, judged.worst
+    comparison = compare_with_reference(family, head, folder, "dp2")
+    assert comparison.passed, comparison.worst
 
 
 @pytest.mark.parametrize("layout", ["dp2+zero0", "dp2+zero2", "dp2+zero3", "tp2+dp2"])
 @pytest.mark.parametrize(("family", "head"), [("Bert", "masked"), ("Llama", "single"), ("T5", "seq2seq")])
-def test_stages_and_tensor_parallel(folder, family, head, layout):
-    judged = errors(family, head, folder, layout)
-    assert judged.passed, judged.worst
+def test_zero_stages_and_tensor_parallel(folder, family, head, layout):
+    comparison = compare_with_reference(family, head, folder, layout)
+    assert comparison.passed, comparison.worst
 
 
 @pytest.mark.parametrize("layout", ["tp2", "tp2+sp"])
 @pytest.mark.parametrize(("family", "head"), [("Bert", "masked"), ("Llama", "tokens"), ("T5", "seq2seq")])
 def test_tensor_parallel(folder, family, head, layout):
-    judged = errors(family, head, folder, layout)
-    assert judged.passed, judged.worst
+    comparison = compare_with_reference(family, head, folder, layout)
+    assert comparison.passed, comparison.worst
 
 
 @pytest.mark.parametrize(
@@ -250,8 +250,8 @@ def test_tensor_parallel(folder, family, head, layout):
     ],
 )
 def test_pipeline(folder, family, head):
-    judged = errors(family, head, folder, "pp2")
-    assert judged.passed, judged.worst
+    comparison = compare_with_reference(family, head, folder, "pp2")
+    assert comparison.passed, comparison.worst
 
 
 @pytest.mark.parametrize("layout", ["tp2+pp2", "pp2+dp2"])
@@ -259,18 +259,18 @@ def test_pipeline(folder, family, head):
     ("family", "head"),
     [("Llama", "single"), ("Llama", "tokens"), ("Llama", "answers"), ("GPT2", "tokens"), ("Bert", "masked")],
 )
-def test_pipeline_with_others(folder, family, head, layout):
-    judged = errors(family, head, folder, layout)
-    assert judged.passed, judged.worst
+def test_pipeline_with_other_axes(folder, family, head, layout):
+    comparison = compare_with_reference(family, head, folder, layout)
+    assert comparison.passed, comparison.worst
 
 
-def _each_rank_on_its_own():
+def _skip_batch_attachment():
     from hf_megatron.losses import inline_losses
 
     inline_losses.know_batch = lambda value, batch, name: value
 
 
-def _mean_of_means():
+def _average_local_means():
     from hf_megatron.losses import batch_loss
 
     def mean(self, total, terms, at_least=0, name="labels"):
@@ -280,7 +280,7 @@ def _mean_of_means():
     batch_loss.BatchLoss.mean = mean
 
 
-def _mean_of_microbatches():
+def _average_microbatch_means():
     from hf_megatron.losses import batch_loss
 
     def mean(self, total, terms, at_least=0, name="labels"):
@@ -290,7 +290,7 @@ def _mean_of_microbatches():
     batch_loss.BatchLoss.mean = mean
 
 
-def _all_by_the_number_of_the_first():
+def _divide_by_first_target_count():
     from hf_megatron.losses import batch_loss
 
     stock = batch_loss.BatchLoss.get_share_divisor
@@ -302,7 +302,7 @@ def _all_by_the_number_of_the_first():
     batch_loss.BatchLoss.get_share_divisor = get_share_divisor
 
 
-def _labels_are_shifted():
+def _shift_all_labels():
     from hf_megatron.losses import batch_loss
 
     stock = batch_loss.BatchLoss.__init__
@@ -317,93 +317,93 @@ def _labels_are_shifted():
 @pytest.mark.parametrize(
     ("family", "head", "layout", "fault"),
     [
-        ("Bert", "masked", "dp2", _mean_of_means),
-        ("Bert", "answers", "dp2", _mean_of_means),
-        ("Llama", "regression", "dp2", _mean_of_means),
-        ("Llama", "tokens", "pp2", _mean_of_microbatches),
-        ("Llama", "answers", "pp2", _mean_of_microbatches),
-        ("Llama", "answers", "pp2", _all_by_the_number_of_the_first),
-        ("Bert", "pretraining", "pp2", _all_by_the_number_of_the_first),
-        ("Bert", "masked", "pp2", _mean_of_microbatches),
-        ("Bert", "masked", "pp2", _labels_are_shifted),
+        ("Bert", "masked", "dp2", _average_local_means),
+        ("Bert", "answers", "dp2", _average_local_means),
+        ("Llama", "regression", "dp2", _average_local_means),
+        ("Llama", "tokens", "pp2", _average_microbatch_means),
+        ("Llama", "answers", "pp2", _average_microbatch_means),
+        ("Llama", "answers", "pp2", _divide_by_first_target_count),
+        ("Bert", "pretraining", "pp2", _divide_by_first_target_count),
+        ("Bert", "masked", "pp2", _average_microbatch_means),
+        ("Bert", "masked", "pp2", _shift_all_labels),
     ],
 )
-def test_a_mean_of_means_is_found(folder, family, head, layout, fault):
-    """The seeded fault: every part of the batch divides by its own targets."""
+def test_local_denominators_are_detected(folder, family, head, layout, fault):
+    """Seeded fault: the loss of each local batch or microbatch is divided by a wrong number of targets."""
     with pytest.raises(AssertionError):
-        judged = errors(family, head, folder, layout, sabotage=fault)
-        assert judged.passed
+        comparison = compare_with_reference(family, head, folder, layout, sabotage=fault)
+        assert comparison.passed
 
 
-def test_a_loss_that_did_not_see_the_batch_is_refused(folder):
+def test_loss_without_batch_counts_raises(folder):
     with pytest.raises(Exception, match="cannot be normalized over all data-parallel ranks"):
-        errors("Bert", "masked", folder, "dp2", sabotage=_each_rank_on_its_own)
+        compare_with_reference("Bert", "masked", folder, "dp2", sabotage=_skip_batch_attachment)
 
 
-def _each(count, family, head, folder, layout, run, **kwargs):
-    cls, path, batches, _ = _saved(family, head, folder)
+def _run_on_ranks(count, family, head, folder, layout, run, **kwargs):
+    cls, path, batches, _ = _get_saved_model(family, head, folder)
     config = _layout(layout)
     return run_ranks(lambda: run(cls.from_pretrained(path, megatron_config=config, **kwargs), batches[0]), count)
 
 
-def test_answers_of_a_pipeline(folder):
-    """Evaluation gives every rank loss and logits of one process, in its order; training says that they are gone."""
+def test_pipeline_question_answering_outputs(folder):
+    """In evaluation all ranks return the single-process loss and logits; in training logits are unavailable."""
 
     def run(model, batch):
         with torch.no_grad():
-            found = model.eval()(**batch, return_dict=False)
+            outputs = model.eval()(**batch, return_dict=False)
             without = model(batch["input_ids"], batch["attention_mask"])
-        trained = model.train()(**batch)
+        training_output = model.train()(**batch)
         with pytest.raises(UnsupportedError, match="no logits in a training step"):
-            trained.start_logits.sum()
-        assert without.loss is None and torch.equal(without.end_logits, found[2])
-        alone = {name: value for name, value in batch.items() if name != "end_positions"}
-        assert model(**alone).loss is None
-        return found
+            training_output.start_logits.sum()
+        assert without.loss is None and torch.equal(without.end_logits, outputs[2])
+        partial_batch = {name: value for name, value in batch.items() if name != "end_positions"}
+        assert model(**partial_batch).loss is None
+        return outputs
 
-    cls, path, batches, _ = _saved("Llama", "answers", folder)
+    cls, path, batches, _ = _get_saved_model("Llama", "answers", folder)
     with torch.no_grad():
         expected = cls.from_pretrained(path).eval()(**batches[0], return_dict=False)
-    for found in _each(2, "Llama", "answers", folder, "pp2", run):
-        assert len(found) == len(expected) == 3
-        for own, other in zip(found, expected, strict=True):
-            torch.testing.assert_close(own, other, rtol=1e-4, atol=1e-5)
+    for outputs in _run_on_ranks(2, "Llama", "answers", folder, "pp2", run):
+        assert len(outputs) == len(expected) == 3
+        for output, other in zip(outputs, expected, strict=True):
+            torch.testing.assert_close(output, other, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
-def test_a_table_inside_of_the_embedding_is_tied(tmp_path, schedule):
-    """The last stage, on the rank of the first or another one, holds one of several tables: it trains and is saved."""
+def test_tied_bert_embedding_trains_and_saves(tmp_path, schedule):
+    """BERT's head is tied to an embedding table, on another rank (1f1b) or on the rank of the last stage (zbv)."""
     torch.manual_seed(0)
     stock = transformers.BertForPreTraining(_CONFIGS["Bert"](num_hidden_layers=4)).train()
     stock.save_pretrained(tmp_path / "stock")
-    rows = batch("pretraining")
-    loss = stock(**rows).loss
+    inputs = batch("pretraining")
+    loss = stock(**inputs).loss
     loss.backward()
     norm = torch.nn.utils.clip_grad_norm_(stock.parameters(), 1e9)
 
     def on_rank():
         config = _layout("pp2", pipeline_schedule=schedule)
         model = transformers.BertForPreTraining.from_pretrained(tmp_path / "stock", megatron_config=config).train()
-        found = model(**rows).loss
-        found.backward()
+        rank_loss = model(**inputs).loss
+        rank_loss.backward()
         model.save_pretrained(tmp_path / "saved")
-        return found.item(), torch.nn.utils.clip_grad_norm_(model.parameters(), 1e9).item(), model.num_parameters()
+        return rank_loss.item(), torch.nn.utils.clip_grad_norm_(model.parameters(), 1e9).item(), model.num_parameters()
 
-    for found in run_ranks(on_rank, 2):
-        assert found == pytest.approx((loss.item(), norm.item(), stock.num_parameters()), rel=1e-5)
+    for results in run_ranks(on_rank, 2):
+        assert results == pytest.approx((loss.item(), norm.item(), stock.num_parameters()), rel=1e-5)
     saved = transformers.BertForPreTraining.from_pretrained(tmp_path / "saved").state_dict()
     assert saved.keys() == stock.state_dict().keys()
     assert all(torch.equal(saved[name], weight) for name, weight in stock.state_dict().items())
 
 
-def test_uncountable_targets_are_refused_before_the_schedule(folder):
+def test_uncountable_targets_raise_before_the_schedule(folder):
     def run(model, batch):
         with pytest.raises(UnsupportedError, match="with other_labels: a pipeline supports losses of start_positions"):
             model(**batch, other_labels=batch["start_positions"])
         with pytest.raises(UnsupportedError, match="num_items_in_batch and start_positions, end_positions"):
             model(**batch, num_items_in_batch=4)
 
-    _each(2, "Llama", "answers", folder, "pp2", run)
+    _run_on_ranks(2, "Llama", "answers", folder, "pp2", run)
 
 
 @pytest.mark.parametrize(
@@ -416,20 +416,20 @@ def test_uncountable_targets_are_refused_before_the_schedule(folder):
         ),
     ],
 )
-def test_a_loss_of_the_class_that_sums_its_own_terms_is_refused(folder, loss, message):
+def test_custom_loss_reduction_raises(folder, loss, message):
     def run(model, batch):
         model.loss_function = shard_safe(lambda logits, labels, config: loss(logits.flatten(0, 1), labels.flatten()))
         with pytest.raises(UnsupportedError, match=message):
             model.train()(**batch)
-        # In evaluation it is this rank's.
+        # In evaluation the loss is that rank's local loss.
         with torch.no_grad():
             return model(**batch).loss.isfinite().item()
 
-    assert _each(2, "Llama", "tokens", folder, "dp2", run) == [True, True]
+    assert _run_on_ranks(2, "Llama", "tokens", folder, "dp2", run) == [True, True]
 
 
 @pytest.mark.parametrize("text", ["dp2", "pp2"])
-def test_a_loss_function_of_ones_own_is_refused_unless_it_is_marked(folder, text):
+def test_custom_loss_function_must_be_shard_safe(folder, text):
     def run(model, batch):
         stock = model.loss_function
         model.train().loss_function = lambda logits, labels, **kwargs: stock(logits, labels, **kwargs) ** 2
@@ -438,23 +438,23 @@ def test_a_loss_function_of_ones_own_is_refused_unless_it_is_marked(folder, text
         model.loss_function = shard_safe(lambda logits, labels, **kwargs: stock(logits, labels, **kwargs))
         return model(**batch).loss.item()
 
-    found = _each(2, "Llama", "causal", folder, text, run)
-    assert found[0] == pytest.approx(found[1], rel=1e-6)
+    losses = _run_on_ranks(2, "Llama", "causal", folder, text, run)
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
 
 
-def test_a_loss_function_of_ones_own_on_split_logits(folder):
+def test_custom_loss_function_on_vocab_parallel_logits(folder):
     def run(model, batch):
         expected = model.train()(**batch).loss.item()
         stock = model.loss_function
         model.loss_function = lambda logits, labels, **kwargs: stock(logits, labels, **kwargs) ** 2
         return model(**batch).loss.item(), expected**2
 
-    for found, expected in _each(2, "Llama", "causal", folder, "tp2", run):
-        assert found == pytest.approx(expected, rel=1e-6)
+    for loss, expected in _run_on_ranks(2, "Llama", "causal", folder, "tp2", run):
+        assert loss == pytest.approx(expected, rel=1e-6)
 
 
 @pytest.mark.parametrize("text", ["tp2", "dp2", "pp2"])
-def test_another_type_of_loss_after_loading_is_refused(folder, text):
+def test_changed_loss_type_after_loading_raises(folder, text):
     def run(model, batch):
         before = model.train()(**batch).loss.item()
         changes = (
@@ -462,18 +462,18 @@ def test_another_type_of_loss_after_loading_is_refused(folder, text):
             lambda: setattr(model, "loss_type", "ForMaskedLM"),
         )
         for change in changes:
-            known = dict(LOSS_MAPPING), model.loss_type
+            original = dict(LOSS_MAPPING), model.loss_type
             change()
             with pytest.raises(UnsupportedError, match="selects another loss function than when LlamaForCausalLM was"):
                 model(**batch)
-            LOSS_MAPPING.update(known[0])
-            model.loss_type = known[1]
+            LOSS_MAPPING.update(original[0])
+            model.loss_type = original[1]
         assert model(**batch).loss.item() == before
 
-    _each(2, "Llama", "causal", folder, text, run)
+    _run_on_ranks(2, "Llama", "causal", folder, text, run)
 
 
-def test_a_loss_that_compares_rows_is_refused(tmp_path):
+def test_contrastive_loss_raises(tmp_path):
     small = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2}
     config = transformers.CLIPConfig(
         text_config=small | {"vocab_size": 64}, vision_config=small | {"image_size": 8, "patch_size": 4}
@@ -491,30 +491,30 @@ def test_a_loss_that_compares_rows_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize("return_dict", [True, False])
-def test_the_share_of_a_rank_where_the_caller_has_counted(folder, return_dict):
-    """Whether a class follows the count or ignores it, the shares of the ranks add up to one process's loss."""
+def test_loss_shares_with_num_items_in_batch(folder, return_dict):
+    """Loss shares of the ranks sum to the single-process loss, whether or not a class uses `num_items_in_batch`."""
 
     def run(model, batch):
         state = parallel_state(model)
-        own = {name: value.tensor_split(2)[state.mesh.dp_rank] for name, value in batch.items()}
+        local_batch = {name: value.tensor_split(2)[state.mesh.dp_rank] for name, value in batch.items()}
         count = (batch["labels"] != -100).sum()
-        output = model.train()(**own, num_items_in_batch=count, return_dict=return_dict)
+        output = model.train()(**local_batch, num_items_in_batch=count, return_dict=return_dict)
         return (output.loss if return_dict else output[0]).item()
 
     for family, head in (("Bert", "masked"), ("Llama", "tokens")):
-        cls, path, batches, _ = _saved(family, head, folder)
+        cls, path, batches, _ = _get_saved_model(family, head, folder)
         expected = cls.from_pretrained(path).train()(**batches[0]).loss.item()
-        assert sum(_each(2, family, head, folder, "dp2", run)) == pytest.approx(expected, rel=1e-6)
+        assert sum(_run_on_ranks(2, family, head, folder, "dp2", run)) == pytest.approx(expected, rel=1e-6)
 
 
-def test_one_rank_evaluates_alone(folder):
+def test_single_rank_evaluation(folder):
     def run(model, batch):
         if parallel_state(model).mesh.dp_rank == 1:
             return None
         with torch.no_grad():
             return model.eval()(**batch).loss.item()
 
-    cls, path, batches, _ = _saved("Bert", "masked", folder)
+    cls, path, batches, _ = _get_saved_model("Bert", "masked", folder)
     with torch.no_grad():
         expected = cls.from_pretrained(path).eval()(**batches[0]).loss.item()
-    assert _each(2, "Bert", "masked", folder, "dp2", run) == [pytest.approx(expected, rel=1e-6), None]
+    assert _run_on_ranks(2, "Bert", "masked", folder, "dp2", run) == [pytest.approx(expected, rel=1e-6), None]

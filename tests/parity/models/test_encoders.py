@@ -1,4 +1,4 @@
-"""Encoders with something of their own: tables that no part of a call reads, or that are called by themselves."""
+"""Parity tests of encoders with special modules: unused embeddings, or embeddings called on their own."""
 
 import functools
 from dataclasses import replace
@@ -25,110 +25,116 @@ PIPELINES = (
 SPLIT = ({"tp_size": 2}, {"tp_size": 2, "sequence_parallel": True})
 
 
-def named(layout):
+def format_layout(layout):
     return "+".join(f"{name}{value}" for name, value in layout.items())
 
 
 @functools.lru_cache(maxsize=1)
-def tiny_model(model_type):
+def get_tiny_model(model_type):
     return make_tiny_model(CONFIG_MAPPING[model_type](), task="masked", microbatches=2)
 
 
-@pytest.mark.parametrize("layout", PIPELINES, ids=named)
+@pytest.mark.parametrize("layout", PIPELINES, ids=format_layout)
 @pytest.mark.parametrize("model_type", ["flaubert", "luke", "modernvbert", "neomme", "roformer"])
-def test_pipelines_equal_one_process(model_type, layout):
-    comparison = check_tiny_model(tiny_model(model_type), ConfigUnderTest(**layout))
+def test_pipelines_match_single_process(model_type, layout):
+    comparison = check_tiny_model(get_tiny_model(model_type), ConfigUnderTest(**layout))
     assert comparison.passed, comparison.report()
 
 
-@pytest.mark.parametrize("layout", SPLIT, ids=named)
+@pytest.mark.parametrize("layout", SPLIT, ids=format_layout)
 @pytest.mark.parametrize("model_type", ["big_bird", "esmc", "mobilebert", "neomme", "perceiver", "tapas", "xmod"])
-def test_split_weights_equal_one_process(model_type, layout):
-    comparison = check_tiny_model(tiny_model(model_type), ConfigUnderTest(**layout))
+def test_tensor_parallel_matches_single_process(model_type, layout):
+    comparison = check_tiny_model(get_tiny_model(model_type), ConfigUnderTest(**layout))
     assert comparison.passed, comparison.report()
 
 
 @pytest.mark.parametrize("model_type", ["luke", "mra"])
-def test_split_weights_equal_one_process_where_sequences_are_full(model_type):
-    comparison = check_tiny_model(tiny_model(model_type), ConfigUnderTest(tp_size=2))
+def test_tp_without_sp_matches_single_process(model_type):
+    comparison = check_tiny_model(get_tiny_model(model_type), ConfigUnderTest(tp_size=2))
     assert comparison.passed, comparison.report()
 
 
-def test_pieces_of_further_inputs_are_found():
-    """The seeded fault: attention on whole queries, with keys and values of this rank's tokens alone."""
+def test_ungathered_attention_inputs_are_detected():
+    """Seeded fault: attention gets full-sequence queries, but keys and values of the local tokens only."""
 
-    def sabotage():
+    def skip_argument_replacement():
         region.replace_arguments = lambda block, args, kwargs, changes: (args, kwargs)
 
     layout = ConfigUnderTest(tp_size=2, sequence_parallel=True)
     with pytest.raises(RankError, match="must match the size of tensor|is invalid for input of size"):
-        check_tiny_model(tiny_model("mobilebert"), layout, sabotage=sabotage)
+        check_tiny_model(get_tiny_model("mobilebert"), layout, sabotage=skip_argument_replacement)
 
 
-def test_a_gradient_that_ends_where_a_loop_goes_on_is_found():
-    """The seeded fault: hidden states of the stage before, on which the loop works in place, without their gradient."""
+def test_detached_stage_inputs_are_detected():
+    """Seeded fault: received hidden states, which the layer loop modifies in place, are detached."""
 
-    def sabotage():
+    def detach_stage_inputs():
         hand = boundary.StageBoundary._hand_to_loop
         boundary.StageBoundary._hand_to_loop = lambda *arguments: hand(*arguments).detach()
 
-    assert not check_tiny_model(tiny_model("flaubert"), ConfigUnderTest(pp_size=2), sabotage=sabotage).passed
+    assert not check_tiny_model(
+        get_tiny_model("flaubert"), ConfigUnderTest(pp_size=2), sabotage=detach_stage_inputs
+    ).passed
 
 
-def test_layers_whose_sum_is_the_loops_are_refused():
+def test_pre_norm_pipeline_raises():
     with pytest.raises(RankError, match="with pre_norm its layer loop adds the sublayer outputs"):
-        check_tiny_model(tiny_model("flaubert"), ConfigUnderTest(pp_size=2), sabotage=prefer_norms_first)
+        check_tiny_model(get_tiny_model("flaubert"), ConfigUnderTest(pp_size=2), sabotage=enable_pre_norm)
 
 
-def prefer_norms_first():
+def enable_pre_norm():
     xlm = lookup.REGISTRY["flaubert"]
 
-    def of_other_config(model):
+    def make_pre_norm_spec(model):
         model.config.pre_norm = True
         return xlm(model)
 
-    lookup.REGISTRY["flaubert"] = of_other_config
+    lookup.REGISTRY["flaubert"] = make_pre_norm_spec
 
 
 @functools.lru_cache(maxsize=1)
-def text_alone():
-    """LUKE without entities, whose table lies at both ends of a pipeline and is read at neither."""
-    luke = tiny_model("luke")
-    batches = [{name: of for name, of in batch.items() if not name.startswith("entity_")} for batch in luke.batches]
+def get_text_only_tiny_model():
+    """Returns LUKE with batches without entities; both pipeline ends have the entity embedding, and neither uses it."""
+    luke = get_tiny_model("luke")
+    batches = [
+        {name: value for name, value in batch.items() if not name.startswith("entity_")} for batch in luke.batches
+    ]
     text = measured(replace(luke, batches=batches))
     text.reference.without += ("entity", "w2e_", "e2w_", "e2e_")
     return text
 
 
-@pytest.mark.parametrize("layout", PIPELINES[:4], ids=named)
-def test_an_unread_table_has_no_gradient(layout):
-    comparison = check_tiny_model(text_alone(), ConfigUnderTest(**layout))
+@pytest.mark.parametrize("layout", PIPELINES[:4], ids=format_layout)
+def test_unused_embedding_has_no_gradient(layout):
+    comparison = check_tiny_model(get_text_only_tiny_model(), ConfigUnderTest(**layout))
     assert comparison.passed, comparison.report()
 
 
-def test_zeros_for_an_unread_table_are_found():
-    """The seeded fault: both ends add up a gradient that neither has, which AdamW would decay weights for."""
+def test_zero_gradients_for_unused_embedding_are_detected():
+    """Seeded fault: both ends sum zeros for a gradient that neither has, and AdamW would decay the weight."""
 
-    def sabotage():
+    def reduce_unused_gradients():
         tied_weight_grads.held_at_either_end = lambda model, tied, *_: [parameter for _, parameter in tied]
 
-    comparison = check_tiny_model(text_alone(), ConfigUnderTest(pp_size=2), sabotage=sabotage)
+    comparison = check_tiny_model(
+        get_text_only_tiny_model(), ConfigUnderTest(pp_size=2), sabotage=reduce_unused_gradients
+    )
     assert "entity_embeddings.weight is surplus" in str(comparison.worst)
 
 
 @functools.lru_cache(maxsize=1)
-def short_texts():
-    """BigBird on texts that are too short for blocks: its forward makes it another attention."""
-    long = tiny_model("big_bird")
-    return measured(replace(long, batches=[make_batch(long.config, task="masked", seed=seed) for seed in range(2)]))
+def get_short_text_tiny_model():
+    """Returns BigBird with sequences too short for block-sparse attention: its forward switches to full attention."""
+    base = get_tiny_model("big_bird")
+    return measured(replace(base, batches=[make_batch(base.config, task="masked", seed=seed) for seed in range(2)]))
 
 
-def test_an_attention_exchanged_by_a_forward_equals_one_process():
-    comparison = check_tiny_model(short_texts(), ConfigUnderTest(tp_size=2))
+def test_attention_swapped_in_forward_matches_single_process():
+    comparison = check_tiny_model(get_short_text_tiny_model(), ConfigUnderTest(tp_size=2))
     assert comparison.passed, comparison.report()
 
 
-@pytest.mark.parametrize("layout", [{"pp_size": 2}, SPLIT[1]], ids=named)
-def test_an_attention_exchanged_by_a_forward_is_refused_where_it_cannot_be(layout):
+@pytest.mark.parametrize("layout", [{"pp_size": 2}, SPLIT[1]], ids=format_layout)
+def test_attention_swapped_in_forward_raises_with_pp_or_sp(layout):
     with pytest.raises(RankError, match="UnsupportedError"):
-        check_tiny_model(short_texts(), ConfigUnderTest(**layout))
+        check_tiny_model(get_short_text_tiny_model(), ConfigUnderTest(**layout))

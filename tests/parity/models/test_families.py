@@ -1,7 +1,12 @@
-"""Parity with one process: loss, every gradient, its norm, and the weights after two SGD and two AdamW steps.
+"""Parity tests of model families: loss, every gradient, the norm, and the weights after two SGD and two AdamW steps.
 
+<<<<<<< HEAD
 Adding a case is one line in `CASES`. Run one with `pytest tests/parity -k "gemma2 and tp2"`, or any model type with
 `hf-megatron check TYPE --layout tp2,tp2+sp,tp4`.
+=======
+To add a case, add a line to `CASES`. Run one with `pytest tests/parity -k "gemma2 and tp2"`, or any model type with
+`hf-megatron check TYPE --layouts tp2,tp2+sp,tp4`.
+>>>>>>> 667991e94a3d896cf30e14cc91a3c311380e18ab
 """
 
 import dataclasses
@@ -50,50 +55,50 @@ CASES = [
     ("t5", "tp2+sp", {}),
 ]
 TASKS = {"bert": "masked", "t5": "seq2seq"}
-# Heads whose labels are no tokens, one a token and two a row.
+# Heads with labels that are not tokens: one class per token, two positions per sequence.
 HEADS = [("bert", "token_classification", "tp2"), ("bert", "question_answering", "tp2+sp")]
 
 
 @functools.lru_cache(maxsize=4)
-def _tiny_model(model_type: str, changes: tuple, task: str = ""):
+def _get_tiny_model(model_type: str, changes: tuple, task: str = ""):
     task = task or TASKS.get(model_type, "causal")
     return make_tiny_model(CONFIG_MAPPING[model_type](), task=task, changes=dict(changes), microbatches=2)
 
 
-def _flat():
+def _flatten_cases():
     for model_type, layouts, changes in CASES:
         for layout in parse_layouts(layouts):
             name = "-".join([model_type, layout.layout(), *(f"{k}={v}" for k, v in changes.items())])
             yield pytest.param(model_type, layout, tuple(changes.items()), id=name)
 
 
-@pytest.mark.parametrize(("model_type", "layout", "changes"), _flat())
-def test_equals_one_process(model_type, layout, changes):
-    comparison = check_tiny_model(_tiny_model(model_type, changes), layout)
+@pytest.mark.parametrize(("model_type", "layout", "changes"), _flatten_cases())
+def test_layouts_match_single_process(model_type, layout, changes):
+    comparison = check_tiny_model(_get_tiny_model(model_type, changes), layout)
     assert comparison.passed, comparison.report()
 
 
 @pytest.mark.parametrize(("model_type", "task", "layout"), HEADS)
-def test_heads_equal_one_process(model_type, task, layout):
-    comparison = check_tiny_model(_tiny_model(model_type, (), task), parse_layouts(layout)[0])
+def test_heads_match_single_process(model_type, task, layout):
+    comparison = check_tiny_model(_get_tiny_model(model_type, (), task), parse_layouts(layout)[0])
     assert comparison.passed, comparison.report()
 
 
-def test_a_reference_without_some_gradients_is_held_to_the_limits_too():
-    """Its round-off is a number: an infinite one allowed 16 limits."""
-    reference = _tiny_model("ernie4_5_moe", (), "causal").reference
+def test_missing_gradients_keep_tight_tolerances():
+    """A missing gradient must not make the round-off infinite: infinite round-off allows 16 times the tolerance."""
+    reference = _get_tiny_model("ernie4_5_moe", (), "causal").reference
     assert reference.without and reference.round_off < WELL_CONDITIONED
 
 
-def test_gradients_that_are_zero_are_measured_as_round_off():
-    """Attention does not change with what is added to all keys; a key bias that gets a gradient still fails."""
-    tiny_model = _tiny_model("bert", (), "token_classification")
+def test_zero_gradients_are_judged_as_round_off():
+    """Attention is invariant to key biases, so their gradient is round-off; a larger gradient still fails."""
+    tiny_model = _get_tiny_model("bert", (), "token_classification")
     reference = tiny_model.reference
     assert {name for name in reference.gradients if name.endswith("key.bias")} == reference.cancelled
     name = min(reference.cancelled)
     largest = max(gradient.abs().max() for gradient in reference.gradients.values() if gradient is not None)
-    found = dataclasses.replace(reference, gradients=dict(reference.gradients))
-    found.gradients[name] = reference.gradients[name] + 1e-6 * largest
-    assert judge(found, reference).passed
-    found.gradients[name] = reference.gradients[name] + 4e-6 * largest
-    assert not judge(found, reference).passed
+    measurement = dataclasses.replace(reference, gradients=dict(reference.gradients))
+    measurement.gradients[name] = reference.gradients[name] + 1e-6 * largest
+    assert judge(measurement, reference).passed
+    measurement.gradients[name] = reference.gradients[name] + 4e-6 * largest
+    assert not judge(measurement, reference).passed

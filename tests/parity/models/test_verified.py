@@ -1,4 +1,4 @@
-"""The recorded results: a random sample is run again, and nothing outside them runs unasked."""
+"""Tests of recorded verification results: a random sample is rerun, and unrecorded layouts are rejected."""
 
 import json
 import random
@@ -61,7 +61,7 @@ def passed(model_type, layout, tp_size=2):
     )
 
 
-def test_what_must_be_supported_is_recorded():
+def test_required_types_are_recorded():
     missing = [name for name in REQUIRED if not passed(name, "tp")]
     assert not missing
     with_plan = [name for name in causal_types() if getattr(CONFIG_MAPPING[name], "base_model_tp_plan", None)]
@@ -70,36 +70,36 @@ def test_what_must_be_supported_is_recorded():
     assert len(with_plan) >= 95 and len(both) >= 80
 
 
-def test_a_causal_class_may_be_made_of_a_part_of_its_types_config():
+def test_causal_class_may_use_a_subconfig():
     musicgen = CONFIG_MAPPING["musicgen"]()
     assert resolve_case(musicgen, "causal", None) == (musicgen.decoder, "causal", "MusicgenForCausalLM")
-    # Auto classes find a text config, and most classes take their type's.
+    # Auto classes select a text config; most classes use the config of their model type.
     for config in (CONFIG_MAPPING["gemma3"](), CONFIG_MAPPING["llama"]()):
-        found, _, class_name = resolve_case(config, "causal", None)
-        assert found is config and class_name is None
+        resolved_config, _, class_name = resolve_case(config, "causal", None)
+        assert resolved_config is config and class_name is None
 
 
-def test_causal_types_that_were_split_also_share_rows_or_are_refused_by_name():
+def test_tp_causal_types_support_cp_or_are_listed():
     rows = [row for row in verified.records() if not row["changes"] and row["class"].endswith("ForCausalLM")]
-    rows = [row for row in rows if _task(row) == "causal"]
+    rows = [row for row in rows if _get_task(row) == "causal"]
     split = {row["model_type"] for row in rows if row["layout"] == "tp" and row["passed"]}
     for kind in ("cp", "cp+a2a"):
         shared = {row["model_type"] for row in rows if row["layout"] == kind and row["passed"]}
         assert len(split - shared) < 11 and shared.issuperset(set(REQUIRED) - {"gpt2", "bert", "t5"}), split - shared
     either = {row["model_type"] for row in rows if row["layout"].startswith("cp") and row["passed"]}
-    refused = {"big_bird", "blt", "cpmant", "gemma3n_text", "hrm_text", "inkling2_text", "prophetnet"}
-    refused |= {"musicgen_decoder"}
-    assert split - either <= refused
+    unsupported = {"big_bird", "blt", "cpmant", "gemma3n_text", "hrm_text", "inkling2_text", "prophetnet"}
+    unsupported |= {"musicgen_decoder"}
+    assert split - either <= unsupported
 
 
-def test_causal_types_that_were_split_are_also_cut_or_refused_by_name():
+def test_causal_types_support_pp_or_state_a_reason():
     classes = ("ForCausalLM", "LMHeadModel")
     causal = {row["model_type"] for row in verified.records() if row["class"].endswith(classes) and row["passed"]}
     unchanged = [row for row in verified.records() if not row["changes"]]
     cuts = [row for row in unchanged if row["layout"] == "pp" and row["class"].endswith(classes)]
     rows = {row["model_type"]: row for row in cuts}
     assert not causal - rows.keys()
-    # What it does with several streams of tokens ends in a crash of one rank, and is no layout to be loaded.
+    # ProphetNet's predicted n-gram streams crash one rank; its pipelines are not supported.
     causal -= {"prophetnet"}
     cut = {name for name in causal if rows[name]["passed"]}
     assert len(cut) >= 95 and cut.issuperset(set(REQUIRED) - {"t5"})
@@ -112,8 +112,8 @@ def test_causal_types_that_were_split_are_also_cut_or_refused_by_name():
     assert all(any(reason in rows[name]["worst"] for reason in reasons) for name in causal - cut)
 
 
-def test_tied_and_untied_are_recorded_where_a_class_can_be_both():
-    """Of the types that many checkpoints have; the others raise until somebody checks them."""
+def test_tied_and_untied_embeddings_are_recorded():
+    """Covers widely used types; other types raise until they are verified."""
     for name in ("llama", "qwen2", "qwen3", "gemma2", "gemma3_text", "mistral", "gpt2", "gpt_neox", "olmo2", "granite"):
         rows = [row for row in verified.records() if row["model_type"] == name and row["passed"]]
         for kind in ("tp", "tp+sp", "pp", "cp", "cp+a2a"):
@@ -123,19 +123,19 @@ def test_tied_and_untied_are_recorded_where_a_class_can_be_both():
         assert any(row["draws"] for row in rows), f"{name} has no result with its rates on"
 
 
-def test_every_part_of_a_row_that_passed_is_stated():
+def test_passed_records_list_their_parts():
     for row in verified.records():
         assert bool(row["parts"]) or not row["passed"], row
 
 
-def test_every_row_states_versions_and_a_reason():
+def test_records_state_versions_and_a_reason():
     for row in verified.records():
         assert row["versions"].keys() >= {"torch", "transformers", "accelerate"}
         assert row["worst"], row
         assert row["passed"] or len(row["worst"]) > 20, f"a refusal needs a reason: {row}"
 
 
-def test_four_fifths_of_the_types_of_images_are_recorded_and_the_others_have_a_reason():
+def test_image_types_are_recorded_or_listed_in_docs():
     equal = {}
     for row in verified.records():
         names = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.get(row["model_type"])
@@ -152,28 +152,28 @@ def test_four_fifths_of_the_types_of_images_are_recorded_and_the_others_have_a_r
 _WITH_IMAGES = ("image", "video")
 
 
-def _sample():
-    """Rows drawn at random, others for each version: three, twelve each of shared rows, experts, images and others."""
+def _draw_sample():
+    """Draws records, seeded by the version: 3 causal, and 12 each of cp, ep, image tasks and other tasks."""
     rows = [row for row in verified.records() if row["passed"] and row["class"].endswith("ForCausalLM")]
     kinds = {"cp": [], "ep": [], "": []}
     for row in rows:
         kinds[next(kind for kind in kinds if kind in row["layout"])].append(row)
     draw = random.Random(metadata.version("hf_megatron"))
-    drawn = draw.sample(kinds[""], 3) + draw.sample(kinds["cp"], 12) + draw.sample(kinds["ep"], 12)
+    records = draw.sample(kinds[""], 3) + draw.sample(kinds["cp"], 12) + draw.sample(kinds["ep"], 12)
     images, others = {}, {}
     for row in verified.records():
-        if row["passed"] and (task := _task(row)) != "causal":
-            found = images if task in _WITH_IMAGES else others
-            found.setdefault(row["model_type"], []).append(row)
-    return drawn + [draw.choice(of[name]) for of in (images, others) for name in draw.sample(sorted(of), 12)]
+        if row["passed"] and (task := _get_task(row)) != "causal":
+            groups = images if task in _WITH_IMAGES else others
+            groups.setdefault(row["model_type"], []).append(row)
+    return records + [draw.choice(group[name]) for group in (images, others) for name in draw.sample(sorted(group), 12)]
 
 
-def test_the_sample_draws_types_of_images():
-    types = {row["model_type"] for row in _sample() if _task(row) in _WITH_IMAGES}
+def test_sample_covers_image_types():
+    types = {row["model_type"] for row in _draw_sample() if _get_task(row) in _WITH_IMAGES}
     assert len(types) >= 12
-    assert len({row["model_type"] for row in _sample()} - types - set(causal_types())) >= 3
-    # Of base classes, without a placeholder by default, and with another class for text alone.
-    assert all(_task(row) in _WITH_IMAGES for row in verified.records() if row["class"] in LATE_CLASSES)
+    assert len({row["model_type"] for row in _draw_sample()} - types - set(causal_types())) >= 3
+    # Base classes, classes without a default placeholder, and types with a separate text-only class.
+    assert all(_get_task(row) in _WITH_IMAGES for row in verified.records() if row["class"] in LATE_CLASSES)
 
 
 LATE_CLASSES = {
@@ -184,81 +184,81 @@ LATE_CLASSES = {
 }
 
 
-def test_one_command_checks_every_type_that_is_recorded():
-    """`hf-megatron check all`."""
+def test_check_all_covers_recorded_types():
+    """Cases of `hf-megatron check all`."""
     swept = set(iter_cases(["all"]))
     assert swept >= set(iter_cases(["all"], "image")) - {(name, "image") for name in causal_types()}
     assert {name for name, task in iter_cases(["all"], "image")} == set(image_types())
     assert len(swept) == len(list(iter_cases(["all"])))
     for row in verified.records():
-        task = "image" if _task(row) in _WITH_IMAGES else _task(row)
+        task = "image" if _get_task(row) in _WITH_IMAGES else _get_task(row)
         if row["passed"] and not row["changes"] and task in ("causal", "image"):
             tasks = (
                 {"causal", task} if row["model_type"].removesuffix("_decoder") in causal_types() else {"image", task}
             )
-            # MusicGen's causal classes are made of a part of their types' configs.
+            # MusicGen's causal classes use a sub-config of their model type.
             name = row["model_type"].removesuffix("_decoder")
             assert any((name, task) in swept for task in tasks), name
 
 
-def _bases():
-    """Types drawn at random whose base models nobody records: rows of classes with a head stand for them."""
+def _draw_base_models():
+    """Draws types and layouts for base models, which have no records; records of classes with a head apply to them."""
     plain = [row for row in verified.records() if row["passed"] and not row["changes"]]
     types = sorted(
         {row["model_type"] for row in plain if row["class"].endswith("ForCausalLM")} & {*MODEL_MAPPING_NAMES}
     )
-    # The base of others is around the text model, or has an encoder beside it.
+    # Base models of image types wrap the text backbone; encoder-decoder base models have an encoder.
     types = [name for name in types if name not in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES]
     types = [name for name in types if not CONFIG_MAPPING[name]().is_encoder_decoder]
     draw = random.Random(metadata.version("hf_megatron"))
     kinds = {"tp": "tp2", "tp+sp": "tp2+sp", "pp": "pp2", "cp": "cp2"}
-    found = []
+    cases = []
     for model_type in draw.sample(types, 12):
         rows = [row for row in plain if row["model_type"] == model_type]
-        found.append((model_type, kinds[draw.choice(sorted({row["layout"] for row in rows} & kinds.keys()))]))
-    return found
+        cases.append((model_type, kinds[draw.choice(sorted({row["layout"] for row in rows} & kinds.keys()))]))
+    return cases
 
 
-@pytest.mark.parametrize(("model_type", "layout"), _bases())
-def test_base_models_are_what_classes_with_a_head_were_compared_as(model_type, layout):
+@pytest.mark.parametrize(("model_type", "layout"), _draw_base_models())
+def test_base_models_match_single_process(model_type, layout):
     tiny_model = make_tiny_model(resolve_config(model_type, {}), task="hidden_states", microbatches=2, min_layers=2)
     comparison = check_tiny_model(tiny_model, parse_layouts(layout)[0])
     assert comparison.passed, comparison.report()
 
 
-def _task(row):
-    found = get_class_task(row["class"], resolve_config(row["model_type"], row["changes"]))
+def _get_task(row):
+    class_task = get_class_task(row["class"], resolve_config(row["model_type"], row["changes"]))
     for medium, task in {"audio": "audio", "videos": "video"}.items():
-        # Speech is of sounds in any case.
-        if medium in row.get("modalities", ()) and found != "speech":
+        # Speech tasks always have audio.
+        if medium in row.get("modalities", ()) and class_task != "speech":
             return task
-    return found
+    return class_task
 
 
-def _class_with_auto(config, task, name):
-    """The class of a row whose config the task's auto class does not know, as MusicGen's decoder."""
+def _select_class_name(config, task, name):
+    """Returns the class name if the task's auto class does not support the config, as for MusicGen's decoder."""
     return None if type(config) in getattr(transformers, TASKS[task])._model_mapping else name
 
 
-_WORDS_OF_KINDS = {"sp": "sp", "a2a": "a2a", "cp": "cp{cp_size}", "ep": "ep{ep_size}"}
+_LAYOUT_FORMATS = {"sp": "sp", "a2a": "a2a", "cp": "cp{cp_size}", "ep": "ep{ep_size}"}
 
 
-def _layout(row):
-    """Words of a row's layout; experts change ranks of tp, or of dp where there is no tp."""
-    words = [_WORDS_OF_KINDS[kind].format(**row) for kind in row["layout"].split("+") if kind in _WORDS_OF_KINDS]
+def _format_layout(row):
+    """Returns the layout of a record as text; records of plain expert parallelism get a dp size to exchange over."""
+    words = [_LAYOUT_FORMATS[kind].format(**row) for kind in row["layout"].split("+") if kind in _LAYOUT_FORMATS]
     within = [f"dp{row['ep_size']}"] if row["layout"] == "ep" else []
     return "+".join([f"tp{row['tp_size']}", *words, *within, f"pp{row.get('pp_size', 1)}"])
 
 
 @pytest.mark.parametrize(
-    "row", _sample(), ids=lambda row: f"{row['model_type']}-{'-'.join(row['changes'])}-{_layout(row)}"
+    "row", _draw_sample(), ids=lambda row: f"{row['model_type']}-{'-'.join(row['changes'])}-{_format_layout(row)}"
 )
-def test_a_sample_again(row):
+def test_sample_matches_single_process(row):
     config = resolve_config(row["model_type"], row["changes"])
-    task = _task(row)
-    class_name = _class_with_auto(config, task, row["class"])
+    task = _get_task(row)
+    class_name = _select_class_name(config, task, row["class"])
     tiny_model = make_tiny_model(config, microbatches=2, task=task, class_name=class_name)
-    [layout] = parse_layouts(_layout(row))
+    [layout] = parse_layouts(_format_layout(row))
     assert features_on_layout(tiny_model.model_on_meta(), layout).parts == set(row["parts"])
     comparison = check_tiny_model(tiny_model, layout)
     assert comparison.passed, comparison.report()
@@ -268,21 +268,21 @@ _SLICES = 8
 
 
 @pytest.mark.parametrize("number", range(_SLICES))
-def test_rows_are_of_what_is_built_today(number, monkeypatch):
-    """A layout is loaded where what it is made of was compared: a plan that changes leaves its rows behind."""
+def test_records_match_current_plans(number, monkeypatch):
+    """Layouts load if all their parts were verified; a changed sharding plan makes its records stale."""
     monkeypatch.setattr(parity, "measured", lambda tiny_model, best=0.0: tiny_model)
     cases = {}
     for row in verified.records():
         if row["passed"]:
-            case = row["model_type"], row["class"], json.dumps(row["changes"], sort_keys=True), _task(row)
+            case = row["model_type"], row["class"], json.dumps(row["changes"], sort_keys=True), _get_task(row)
             cases.setdefault(case, []).append(row)
     stale = []
     for case in sorted(cases)[number::_SLICES]:
         model_type, class_name, changes, task = case
         config = resolve_config(model_type, json.loads(changes))
-        tiny_model = make_own_tiny_model(config, task=task, class_name=_class_with_auto(config, task, class_name))
+        tiny_model = make_own_tiny_model(config, task=task, class_name=_select_class_name(config, task, class_name))
         for row in cases[case]:
-            [layout] = parse_layouts(_layout(row))
+            [layout] = parse_layouts(_format_layout(row))
             if features_on_layout(tiny_model.model_on_meta(), layout).parts != set(row["parts"]):
                 stale.append((*case, layout.layout()))
         tiny_model.delete()
@@ -291,14 +291,14 @@ def test_rows_are_of_what_is_built_today(number, monkeypatch):
 
 @pytest.fixture
 def unrecorded(tmp_path, monkeypatch):
-    """A llama whose results are forgotten."""
-    rows = tuple(row for row in verified.records() if row["model_type"] != "llama")
-    monkeypatch.setattr(verified, "records", lambda: rows)
+    """A Llama checkpoint without recorded results."""
+    records = tuple(row for row in verified.records() if row["model_type"] != "llama")
+    monkeypatch.setattr(verified, "records", lambda: records)
     AutoModelForCausalLM.from_config(tiny_config(CONFIG_MAPPING["llama"]())).save_pretrained(tmp_path)
     return tmp_path
 
 
-def test_an_unrecorded_layout_raises_and_prints_the_command(unrecorded):
+def test_unrecorded_layout_raises_with_check_command(unrecorded):
     def load():
         with pytest.raises(UnverifiedLayoutError, match=r"check llama --class LlamaForCausalLM --layout tp2\+sp"):
             AutoModelForCausalLM.from_pretrained(
@@ -317,7 +317,7 @@ def test_allow_unverified_runs_the_check_first(unrecorded):
 
 
 def test_allow_unverified_stops_when_the_check_fails(unrecorded, monkeypatch):
-    """The check is run with a Python that fails it: nothing is loaded."""
+    """The check runs with an executable that fails, so nothing is loaded."""
     import hf_megatron.models.verification_gate as gate
 
     monkeypatch.setattr(gate.sys, "executable", "/bin/false")
@@ -330,7 +330,7 @@ def test_allow_unverified_stops_when_the_check_fails(unrecorded, monkeypatch):
     run_ranks(load, 2)
 
 
-def test_a_type_cannot_be_registered_twice_by_accident():
+def test_duplicate_registration_raises():
     from hf_megatron import PlanError
 
     name = registered_types()[0]

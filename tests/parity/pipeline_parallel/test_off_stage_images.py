@@ -1,4 +1,4 @@
-"""Models that cannot be called without images: what their later stages are called with."""
+"""Tests of off-stage images: the inputs of later stages for models that require images."""
 
 import pytest
 
@@ -7,26 +7,26 @@ from hf_megatron.pipeline_parallel import off_stage_images
 from hf_megatron.testing.parity import check_tiny_model
 from tests.parity.models.modalities.test_images import PIPELINES, named, tiny_model
 
-# Features are an argument, cross to every layer, stand in places of a mask, and before the text.
+# Image features are a layer argument, are cross-attended in every layer, replace masked tokens, precede the text.
 TYPES = ("blip-2", "blip", "kosmos-2", "git")
 
 
 @pytest.mark.parametrize("model_type", TYPES)
 @pytest.mark.parametrize("layout", PIPELINES, ids=named)
-def test_layouts_equal_one_process(model_type, layout):
+def test_layouts_match_single_process(model_type, layout):
     comparison = check_tiny_model(tiny_model(model_type), ConfigUnderTest(**layout))
     assert comparison.passed, comparison.report()
 
 
 @pytest.mark.parametrize("model_type", ["blip-2", "kosmos-2"])
-def test_features_that_are_left_out_are_found(model_type):
-    """The seeded fault: a first stage that is called as if it had no tower."""
+def test_dropped_image_features_are_detected(model_type):
+    """Seeded fault: the first stage gets the arguments of a stage without the vision encoder."""
 
-    def sabotage():
+    def use_text_only_arguments():
         original = off_stage_images.OffStageImages.arguments
         off_stage_images.OffStageImages.arguments = lambda images, given, stage, **kw: original(images, given, 1, **kw)
 
     comparison = check_tiny_model(
-        tiny_model(model_type), ConfigUnderTest(pp_size=2, num_microbatches=2), sabotage=sabotage
+        tiny_model(model_type), ConfigUnderTest(pp_size=2, num_microbatches=2), sabotage=use_text_only_arguments
     )
     assert not comparison.passed and comparison.worst.value > 10

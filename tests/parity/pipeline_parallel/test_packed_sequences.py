@@ -1,4 +1,4 @@
-"""A packed row cut between its documents into microbatches, against one process that has it whole."""
+"""Parity tests of packed sequences that are cut between documents into microbatches."""
 
 import dataclasses
 import functools
@@ -27,16 +27,16 @@ LAYOUTS = {
 
 
 @functools.lru_cache(maxsize=3)
-def packed_tiny_model(model_type, rows=1, kind="labels"):
-    """`rows` > 1 are for as many dp ranks; batches of one process have one row, which attention sees alike."""
+def get_packed_tiny_model(model_type, rows=1, kind="labels"):
+    """Returns a tiny model with packed batches: one sequence for each of `rows` dp ranks."""
     base = make_tiny_model(CONFIG_MAPPING[model_type](), min_layers=4)
-    batches = [batch_of(base.config.get_text_config().vocab_size, rows, seed, kind) for seed in range(2)]
+    batches = [make_packed_batch(base.config.get_text_config().vocab_size, rows, seed, kind) for seed in range(2)]
     reference = measure(base.load(), batches)
     reference.without, reference.cancelled = base.reference.without, base.reference.cancelled
     return dataclasses.replace(base, batches=batches, reference=reference)
 
 
-def batch_of(vocabulary, rows, seed, kind):
+def make_packed_batch(vocabulary, rows, seed, kind):
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(1, vocabulary, (rows, sum(DOCUMENTS)), generator=generator)
     positions = torch.cat([torch.arange(length) for length in DOCUMENTS]).repeat(rows, 1)
@@ -44,7 +44,7 @@ def batch_of(vocabulary, rows, seed, kind):
     labels[:, 30 : 33 + seed] = -100
     batch = {"input_ids": ids, "labels": labels, "position_ids": positions, "use_cache": False}
     if kind == "joined":
-        # The last token of a document predicts the next one's first: no border for a microbatch.
+        # The last token of a document predicts the first of the next: no microbatch may end between them.
         labels[:, 13] = ids[:, 13]
     if kind == "is_causal":
         batch["is_causal"] = False
@@ -53,31 +53,31 @@ def batch_of(vocabulary, rows, seed, kind):
     return batch
 
 
-def requires(counts):
-    """Has training calls fail that are not cut into so many parts that count, one of `counts`."""
+def require_microbatch_counts(counts):
+    """Returns a `prepare` that requires training calls to have one of `counts` microbatches with a weight."""
 
     def prepare(model):
         batches = parallel_state(model).pipeline.batches
         original, calls = batches.prepare, []
 
-        def checked(arguments, *, for_backward, **kwargs):
-            found = original(arguments, for_backward=for_backward, **kwargs)
-            parts = sum(weight > 0 for weight in found.weights)
+        def check_microbatches(arguments, *, for_backward, **kwargs):
+            microbatches = original(arguments, for_backward=for_backward, **kwargs)
+            parts = sum(weight > 0 for weight in microbatches.weights)
             assert not for_backward or parts in counts, parts
             calls.append(parts)
-            return found
+            return microbatches
 
-        batches.prepare = checked
+        batches.prepare = check_microbatches
 
     return prepare
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_layouts_equal_one_process(name):
+def test_layouts_match_single_process(name):
     layout = LAYOUTS[name]
-    tiny_model = packed_tiny_model("llama", layout.get("dp_size", 1))
+    tiny_model = get_packed_tiny_model("llama", layout.get("dp_size", 1))
     counts = {layout["num_microbatches"], layout["num_microbatches"] - 1}
-    comparison = check_tiny_model(tiny_model, ConfigUnderTest(**layout), prepare=requires(counts))
+    comparison = check_tiny_model(tiny_model, ConfigUnderTest(**layout), prepare=require_microbatch_counts(counts))
     assert comparison.passed, comparison.report()
 
 
@@ -90,43 +90,49 @@ def test_layouts_equal_one_process(name):
         ("gpt2", "labels", {4}),
         ("llama", "joined", {4}),
         ("llama", "shifted", {4}),
-        # Beside the mask of a row of documents it means nothing.
+        # Has no effect with the mask of packed documents; the batch is not split.
         ("llama", "is_causal", {1}),
-        # Their mixers carry what they have seen into the next document.
+        # Its linear attention carries states into the next document; the batch is not split.
         ("qwen3_next", "labels", {1}),
     ],
 )
-def test_types_and_targets_equal_one_process(model_type, kind, counts):
+def test_types_and_targets_match_single_process(model_type, kind, counts):
     layout = ConfigUnderTest(pp_size=2, num_microbatches=4)
-    comparison = check_tiny_model(packed_tiny_model(model_type, kind=kind), layout, prepare=requires(counts))
+    comparison = check_tiny_model(
+        get_packed_tiny_model(model_type, kind=kind), layout, prepare=require_microbatch_counts(counts)
+    )
     assert comparison.passed, comparison.report()
 
 
-def cuts_anywhere():
+def cut_inside_documents():
     stock = packed_sequences.PackedRow.of_call.__func__
 
-    def moved(cls, arguments):
-        found = stock(cls, arguments)
-        return found and dataclasses.replace(found, borders=tuple(border + 1 for border in found.borders))
+    def shift_borders(cls, arguments):
+        packed_row = stock(cls, arguments)
+        return packed_row and dataclasses.replace(
+            packed_row, borders=tuple(border + 1 for border in packed_row.borders)
+        )
 
-    packed_sequences.PackedRow.of_call = classmethod(moved)
+    packed_sequences.PackedRow.of_call = classmethod(shift_borders)
 
 
-def forgets_targets_between():
+def ignore_cross_document_targets():
     packed_sequences.IGNORE_INDEX, stock = None, packed_sequences.PackedRow.of_call.__func__
 
-    def blind(cls, arguments):
-        found = stock(cls, {name: value for name, value in arguments.items() if name != "labels"})
-        return found and dataclasses.replace(found, arguments=arguments)
+    def drop_labels(cls, arguments):
+        packed_row = stock(cls, {name: value for name, value in arguments.items() if name != "labels"})
+        return packed_row and dataclasses.replace(packed_row, arguments=arguments)
 
-    packed_sequences.PackedRow.of_call = classmethod(blind)
+    packed_sequences.PackedRow.of_call = classmethod(drop_labels)
 
 
-@pytest.mark.parametrize(("fault", "kind"), [(cuts_anywhere, "labels"), (forgets_targets_between, "joined")])
-def test_a_fault_is_found(fault, kind):
+@pytest.mark.parametrize(
+    ("fault", "kind"), [(cut_inside_documents, "labels"), (ignore_cross_document_targets, "joined")]
+)
+def test_seeded_faults_are_detected(fault, kind):
     layout = ConfigUnderTest(pp_size=2, num_microbatches=4)
     try:
-        passed = check_tiny_model(packed_tiny_model("llama", kind=kind), layout, sabotage=fault).passed
+        passed = check_tiny_model(get_packed_tiny_model("llama", kind=kind), layout, sabotage=fault).passed
     except RankError as error:
         assert "terms" in str(error) or "Assertion" in str(error), error
         passed = False

@@ -1,7 +1,7 @@
-"""Pipeline parallelism against one process: loss, every gradient, the weights after two steps of two optimizers.
+"""Parity tests of pipeline parallelism: loss, every gradient, and the weights after two steps of two optimizers.
 
-The twin's batches have five rows, the second without any label: microbatches without targets, of unequal size, and more
-stages than some of them need.
+The batches of the tiny model have five samples, the second without labels. This covers microbatches of unequal size,
+microbatches without targets, and fewer microbatches than stages.
 """
 
 import dataclasses
@@ -26,8 +26,8 @@ from hf_megatron.testing.tolerances import gradient_errors
 from tests.helpers.shared_tiny_models import make_tiny_model
 
 ALL_ZERO_STAGES = "pp2+dp2+zero0,pp2+dp2+zero1,pp2+dp2+zero2,pp2+dp2+zero3"
-# Model type, optimizer step's batches, layouts; types with tied and untied heads, and every odd boundary of the table
-# in docs/pipeline_parallel.md.
+# Model type, batches per optimizer step, layouts. Covers tied and untied heads and the special stage boundaries in the
+# table of docs/pipeline_parallel.md.
 CASES = [
     ("llama", 2, f"pp2+mb1,pp2,pp4,tp2+pp2,{ALL_ZERO_STAGES},tp2+sp+pp2+dp2+zero3"),
     ("gemma2", 2, "pp2,pp4,pp2+dp2+zero1,pp2+dp2+zero3,tp2+pp2+dp2"),
@@ -47,19 +47,19 @@ CASES = [
 
 
 @functools.lru_cache(maxsize=1)
-def _tiny_model(model_type, microbatches=1, min_layers=4):
+def _get_tiny_model(model_type, microbatches=1, min_layers=4):
     return make_tiny_model(CONFIG_MAPPING[model_type](), microbatches=microbatches, batch_size=5, min_layers=min_layers)
 
 
-def _flat():
+def _flatten_cases():
     for model_type, microbatches, layouts in CASES:
         for text, layout in zip(layouts.split(","), parse_layouts(layouts), strict=True):
             yield pytest.param(model_type, microbatches, layout, id=f"{model_type}-{text}-{microbatches}")
 
 
-@pytest.mark.parametrize(("model_type", "microbatches", "layout"), _flat())
-def test_equals_one_process(model_type, microbatches, layout):
-    comparison = check_tiny_model(_tiny_model(model_type, microbatches), layout)
+@pytest.mark.parametrize(("model_type", "microbatches", "layout"), _flatten_cases())
+def test_layouts_match_single_process(model_type, microbatches, layout):
+    comparison = check_tiny_model(_get_tiny_model(model_type, microbatches), layout)
     assert comparison.passed, comparison.report()
 
 
@@ -69,26 +69,26 @@ def test_equals_one_process(model_type, microbatches, layout):
     ids=["gpt2-pp2", "gpt2-tp2+pp2", "llama-tp2+sp+pp2"],
 )
 @pytest.mark.parametrize("schedule", sorted(SCHEDULES))
-def test_schedules_equal_one_process(model_type, layout, batches, schedule):
+def test_schedules_match_single_process(model_type, layout, batches, schedule):
     [config] = parse_layouts(layout)
-    # Four microbatches of five rows, except where the schedule takes any number.
+    # Five samples in five microbatches, which interleaved schedules do not support.
     config = dataclasses.replace(config, pipeline_schedule=schedule, num_microbatches=4 if "int" in schedule else 5)
-    if unsupported_on_this_torch(config):
+    if is_unsupported_on_this_torch(config):
         with pytest.raises(RankError, match="needs torch 2.13"):
-            check_tiny_model(_tiny_model(model_type, batches), config)
+            check_tiny_model(_get_tiny_model(model_type, batches), config)
         return
-    comparison = check_tiny_model(_tiny_model(model_type, batches), config)
+    comparison = check_tiny_model(_get_tiny_model(model_type, batches), config)
     assert comparison.passed, comparison.report()
 
 
-def unsupported_on_this_torch(config):
+def is_unsupported_on_this_torch(config):
     splits = SCHEDULES[config.pipeline_schedule].splits_backward
     return splits and config.tp_size > 1 and not splits_python_functions()
 
 
 @pytest.fixture(scope="module")
 def trained(stories):
-    """Five layers and a tied head, as it was trained."""
+    """A trained checkpoint with five layers and a tied head."""
     model = AutoModelForCausalLM.from_pretrained(stories)
     batches = [make_batch(model.config, batch_size=5, seed=seed) for seed in range(2)]
     return TinyModel(type(model).__name__, stories, batches, measure(model, batches), model.config)
@@ -104,7 +104,7 @@ def trained(stories):
     ],
     ids=str,
 )
-def test_a_trained_model_of_five_layers(trained, changes):
+def test_trained_checkpoint_matches_single_process(trained, changes):
     comparison = check_tiny_model(trained, MegatronConfig(**changes))
     assert comparison.passed, comparison.report()
 
@@ -121,15 +121,15 @@ def test_a_trained_model_of_five_layers(trained, changes):
     ],
     ids=str,
 )
-def test_uneven_stages_and_recomputation(changes):
-    tiny_model = _tiny_model("gemma2", 2)
+def test_uneven_stages_and_recompute_match_single_process(changes):
+    tiny_model = _get_tiny_model("gemma2", 2)
     assert tiny_model.config.num_hidden_layers == 6
     comparison = check_tiny_model(tiny_model, MegatronConfig(pp_size=2, **changes))
     assert comparison.passed, comparison.report()
 
 
-def test_fewer_rows_than_a_schedule_needs():
-    """DualPipeV over two ranks needs four microbatches; three rows are filled up with one that counts for nothing."""
+def test_batch_smaller_than_required_microbatches():
+    """DualPipeV on two ranks needs four microbatches: three samples are padded with one that has no loss."""
     tiny_model = make_tiny_model(CONFIG_MAPPING["qwen3_moe"](), microbatches=2, batch_size=3, min_layers=4)
     comparison = check_tiny_model(tiny_model, MegatronConfig(pp_size=2, pipeline_schedule="dualpipev"))
     assert comparison.passed, comparison.report()
@@ -137,8 +137,8 @@ def test_fewer_rows_than_a_schedule_needs():
 
 @pytest.mark.parametrize("zero_stage", [0, 1, 2])
 @pytest.mark.parametrize("schedule", ["zbv", "dualpipev"])
-def test_both_ends_on_one_rank_share_a_table_over_replicas(schedule, zero_stage):
-    """The head's backward is not the last that adds to a table's gradient, and no reduction may begin with it."""
+def test_v_schedules_reduce_tied_embedding_over_dp(schedule, zero_stage):
+    """Reduction of the tied embedding's gradient must wait for the embedding's backward, which follows the head's."""
     config = CONFIG_MAPPING["llama"](tie_word_embeddings=True)
     tiny_model = make_tiny_model(
         config, changes={"tie_word_embeddings": True}, microbatches=2, min_layers=4, batch_size=8
@@ -148,32 +148,32 @@ def test_both_ends_on_one_rank_share_a_table_over_replicas(schedule, zero_stage)
     assert comparison.passed, comparison.report()
 
 
-# What a step communicates
+# Communication of a step
 
 
 @functools.lru_cache
-def _collectives(layout):
-    """Collectives of each kind in one training step of each rank, those over tp and over pp."""
+def _count_collectives(layout):
+    """Returns, per rank, the number of collectives of each kind and process group in one training step."""
     counts: dict[str, int] = {}
 
-    def counting(name):
+    def wrap_collective(name):
         original = getattr(dist, name)
 
-        def counted(*args, **kwargs):
+        def wrapper(*args, **kwargs):
             group = kwargs.get("group")
             size = "world" if group is None else group.group_desc
             counts[f"{name} {size}"] = counts.get(f"{name} {size}", 0) + 1
             return original(*args, **kwargs)
 
-        return counted
+        return wrapper
 
-    tiny_model = _tiny_model("llama", 1)
+    tiny_model = _get_tiny_model("llama", 1)
 
     def on_rank():
         model = tiny_model.load(megatron_config=layout).train()
         model(**tiny_model.batches[0]).loss.backward()
         for name in ("all_reduce", "broadcast", "all_to_all_single", "isend", "irecv"):
-            setattr(dist, name, counting(name))
+            setattr(dist, name, wrap_collective(name))
         counts.clear()
         model(**tiny_model.batches[0]).loss.backward()
         return dict(counts)
@@ -183,39 +183,39 @@ def _collectives(layout):
 
 @pytest.mark.parametrize("sequence_parallel", [False, True], ids=["tp2+pp2", "tp2+sp+pp2"])
 @pytest.mark.parametrize("schedule", sorted(SCHEDULES))
-def test_every_schedule_communicates_the_same(schedule, sequence_parallel):
-    """A split backward enters nodes of the graph twice; a collective among them would run twice."""
-    # Interleaved schedules cannot run five.
+def test_schedules_issue_the_same_collectives(schedule, sequence_parallel):
+    """A split backward visits autograd nodes twice; a collective in one of them would run twice."""
+    # Interleaved schedules do not support five microbatches.
     config = ConfigUnderTest(pp_size=2, tp_size=2, sequence_parallel=sequence_parallel, num_microbatches=4)
     config_of_schedule = dataclasses.replace(config, pipeline_schedule=schedule)
-    if unsupported_on_this_torch(config_of_schedule):
+    if is_unsupported_on_this_torch(config_of_schedule):
         return
-    found = _collectives(config_of_schedule)
-    plain = _collectives(config)
+    counts = _count_collectives(config_of_schedule)
+    baseline_counts = _count_collectives(config)
 
-    def total(ranks, word):
+    def sum_counts(ranks, word):
         return sum(count for rank in ranks for name, count in rank.items() if word in name)
 
-    assert total(found, "mesh_tp") == total(plain, "mesh_tp") > 0
-    # Each boundary sends every microbatch forward and back; V-shaped schedules have one boundary inside a rank.
+    assert sum_counts(counts, "mesh_tp") == sum_counts(baseline_counts, "mesh_tp") > 0
+    # Each boundary sends every microbatch forward and backward; V-shaped schedules have one boundary inside a rank.
     stages = 2 * SCHEDULES[schedule].resolve(None)
     crossings = stages - 1 - SCHEDULES[schedule].v_shaped
-    assert total(found, "isend") == total(found, "irecv") == 2 * crossings * 4 * 2
+    assert sum_counts(counts, "isend") == sum_counts(counts, "irecv") == 2 * crossings * 4 * 2
 
 
-# Losses that models add
+# Auxiliary losses of models
 
 
-def _microbatched(model, batch, microbatches):
-    """One process's loss with token losses over the batch's targets and router losses averaged over microbatches."""
-    rows = len(batch["input_ids"])
+def _accumulate_microbatches(model, batch, microbatches):
+    """Returns the single-process loss: token losses over all targets, router losses averaged over microbatches."""
+    batch_size = len(batch["input_ids"])
     targets = (batch["labels"][:, 1:] != -100).sum()
-    edges = [rows * index // microbatches for index in range(microbatches + 1)]
+    edges = [batch_size * index // microbatches for index in range(microbatches + 1)]
     total = 0.0
     for start, stop in zip(edges[:-1], edges[1:], strict=True):
-        share = (stop - start) / rows
-        part = {name: value[start:stop] for name, value in batch.items()}
-        loss = model(**part, num_items_in_batch=targets * share).loss * share
+        share = (stop - start) / batch_size
+        microbatch = {name: value[start:stop] for name, value in batch.items()}
+        loss = model(**microbatch, num_items_in_batch=targets * share).loss * share
         loss.backward()
         total += loss.item()
     return total
@@ -225,15 +225,15 @@ def _microbatched(model, batch, microbatches):
     ("model_type", "layout"),
     [("qwen3_moe", "pp2"), ("qwen3_moe", "tp2+sp+pp2"), ("mixtral", "pp4"), ("mixtral", "zbv")],
 )
-def test_router_losses_of_all_stages(model_type, layout):
+def test_router_losses_cover_all_stages(model_type, layout):
     changes = {"pipeline_schedule": "zbv"} if layout == "zbv" else {}
     [config] = parse_layouts("pp2" if layout == "zbv" else layout)
     config = ConfigUnderTest(
         **{**config.to_dict(), **changes, "num_microbatches": 4, "router_aux_loss_scope": "microbatch"}
     )
-    tiny_model = _tiny_model(model_type, 1)
+    tiny_model = _get_tiny_model(model_type, 1)
 
-    def numbers(model):
+    def measure_step(model):
         model.config.output_router_logits = True
         model.train()
         with torch.no_grad():
@@ -246,54 +246,54 @@ def test_router_losses_of_all_stages(model_type, layout):
 
     model = tiny_model.load().train()
     model.config.output_router_logits = True
-    loss = _microbatched(model, tiny_model.batches[0], 4)
+    loss = _accumulate_microbatches(model, tiny_model.batches[0], 4)
     reference = Measurement(loss, 0, 0, _full(model, _gradients(model)))
     plain = tiny_model.load().train()
-    _microbatched(plain, tiny_model.batches[0], 4)
-    without = Measurement(0, 0, 0, _full(plain, _gradients(plain)))
+    _accumulate_microbatches(plain, tiny_model.batches[0], 4)
+    without_router_loss = Measurement(0, 0, 0, _full(plain, _gradients(plain)))
 
-    found = run_ranks(lambda: numbers(tiny_model.load(megatron_config=config)), config.ranks_per_replica)
-    assert all(other.loss == found[0].loss for other in found)
-    assert abs(found[0].loss / reference.loss - 1) < 1e-6
-    worst = max(gradient_errors(found[0], reference), key=lambda error: error.value)
+    measurements = run_ranks(lambda: measure_step(tiny_model.load(megatron_config=config)), config.ranks_per_replica)
+    assert all(other.loss == measurements[0].loss for other in measurements)
+    assert abs(measurements[0].loss / reference.loss - 1) < 1e-6
+    worst = max(gradient_errors(measurements[0], reference), key=lambda error: error.value)
     assert worst.value <= 1, worst
-    assert max(gradient_errors(without, reference), key=lambda error: error.value).value > 10
+    assert max(gradient_errors(without_router_loss, reference), key=lambda error: error.value).value > 10
 
 
-# What calls may look like
+# Forms of calls
 
 
-def test_scale_of_the_loss_and_order_of_backwards():
-    """Scales that change, two losses at once, backwards in another order, a forward that nobody backpropagates."""
-    tiny_model = _tiny_model("llama", 2)
+def test_loss_scaling_and_backward_order():
+    """Changing loss scales, two pending losses, backwards in another order, a forward without a backward."""
+    tiny_model = _get_tiny_model("llama", 2)
     first, second = tiny_model.batches
 
-    def gradients(model):
+    def collect_gradients(model):
         model.train()
-        found = []
+        gradients = []
 
-        def note():
-            found.append(_full(model, _gradients(model)))
+        def record_gradients():
+            gradients.append(_full(model, _gradients(model)))
             model.zero_grad()
 
         (model(**first).loss * 3).backward()
-        note()
+        record_gradients()
         (model(**first).loss / 7).backward()
         (model(**second).loss * 2).backward()
-        note()
+        record_gradients()
         a, b = model(**first).loss, model(**second).loss
         (b * 2).backward()
         (a * 5).backward()
-        note()
+        record_gradients()
         (model(**first).loss + model(**second).loss ** 2).backward()
-        note()
+        record_gradients()
         model(**first)
         model.zero_grad()
         model(**second).loss.backward()
-        note()
-        return found
+        record_gradients()
+        return gradients
 
-    expected = gradients(tiny_model.load())
+    expected = collect_gradients(tiny_model.load())
     for layout in ("pp2", "pp2+dp2+zero1"):
         [config] = parse_layouts(layout)
         ranks = 2 * (config.dp_size or 1)
@@ -302,20 +302,20 @@ def test_scale_of_the_loss_and_order_of_backwards():
             model = tiny_model.load(megatron_config=ConfigUnderTest(**config.to_dict()))
             state = parallel_state(model)
             if state.mesh.dp_size == 1:
-                return gradients(model)
-            # Every dp rank sees the whole batch: the average over them is one process's gradient.
-            return gradients(model)
+                return collect_gradients(model)
+            # Every dp rank gets the global batch: the average over ranks is the single-process gradient.
+            return collect_gradients(model)
 
-        found = run_ranks(on_rank, ranks)[0]
-        for one, other in zip(found, expected, strict=True):
+        rank_gradients = run_ranks(on_rank, ranks)[0]
+        for one, other in zip(rank_gradients, expected, strict=True):
             worst = max(
                 gradient_errors(Measurement(0, 0, 0, one), Measurement(0, 0, 0, other)), key=lambda error: error.value
             )
             assert worst.value <= 1, f"{layout}: {worst}"
 
 
-def test_what_is_refused():
-    tiny_model = _tiny_model("llama", 1)
+def test_unsupported_calls_raise():
+    tiny_model = _get_tiny_model("llama", 1)
     batch = tiny_model.batches[0]
 
     def on_rank():
@@ -341,8 +341,8 @@ def test_what_is_refused():
         ({"pp_size": 2, "pipeline_schedule": "interleaved_1f1b", "virtual_stages": 4}, "one for each of the model's 5"),
     ],
 )
-def test_wrong_configs_raise_before_anything_is_loaded(config, message):
-    tiny_model = _tiny_model("llama", 1)
+def test_invalid_configs_raise_before_loading(config, message):
+    tiny_model = _get_tiny_model("llama", 1)
 
     def on_rank():
         with pytest.raises(ConfigError, match=message):
@@ -351,13 +351,13 @@ def test_wrong_configs_raise_before_anything_is_loaded(config, message):
     run_ranks(on_rank, 2)
 
 
-def test_only_owned_layers_exist():
-    tiny_model = _tiny_model("llama", 1)
+def test_ranks_hold_only_their_layers():
+    tiny_model = _get_tiny_model("llama", 1)
 
     def on_rank():
         model = tiny_model.load(megatron_config=ConfigUnderTest(pp_size=2, pipeline_partition="layers"))
-        own = dict(local_named_parameters(model))
-        return set(own), sum(p.numel() for p in own.values())
+        parameters = dict(local_named_parameters(model))
+        return set(parameters), sum(p.numel() for p in parameters.values())
 
     sizes = {name: parameter.numel() for name, parameter in tiny_model.load().named_parameters()}
     (first, first_size), (second, second_size) = run_ranks(on_rank, 2)

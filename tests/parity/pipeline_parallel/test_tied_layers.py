@@ -1,4 +1,4 @@
-"""Blocks that layers share: where these lie on two stages of a pipeline, each rank holds one, and gradients add up."""
+"""Tests of blocks shared by layers of two pipeline stages: each stage has a copy, and their gradients are summed."""
 
 import functools
 import shutil
@@ -27,50 +27,50 @@ LAYOUTS = {
 
 
 @functools.lru_cache(maxsize=1)
-def tiny_model(model_type):
+def get_tiny_model(model_type):
     return make_tiny_model(CONFIG_MAPPING[model_type](), microbatches=2)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_layouts_equal_one_process(layout):
-    comparison = check_tiny_model(tiny_model("zamba"), ConfigUnderTest(pp_size=2, **LAYOUTS[layout]))
+def test_layouts_match_single_process(layout):
+    comparison = check_tiny_model(get_tiny_model("zamba"), ConfigUnderTest(pp_size=2, **LAYOUTS[layout]))
     assert comparison.passed, comparison.report()
 
 
-def gradients_of_one_stage():
+def skip_tied_gradient_sum():
     TiedGradients.sum = lambda self: None
 
 
-def test_a_seeded_fault_is_found():
-    comparison = check_tiny_model(tiny_model("zamba"), ConfigUnderTest(pp_size=2), sabotage=gradients_of_one_stage)
-    # Beside the embedding, which the head is tied to.
+def test_seeded_fault_is_detected():
+    comparison = check_tiny_model(get_tiny_model("zamba"), ConfigUnderTest(pp_size=2), sabotage=skip_tied_gradient_sum)
+    # The embedding, which the head is tied to, fails as well.
     assert any("shared_transf" in str(error) for error in comparison.errors if error.value > 1)
 
 
-def test_what_is_saved_is_one_process_s():
-    folder, made = Path(tempfile.mkdtemp()), tiny_model("zamba")
+def test_saved_checkpoint_matches_single_process():
+    folder, tiny_model = Path(tempfile.mkdtemp()), get_tiny_model("zamba")
 
     def on_rank():
-        made.load(megatron_config=ConfigUnderTest(pp_size=2)).save_pretrained(folder)
+        tiny_model.load(megatron_config=ConfigUnderTest(pp_size=2)).save_pretrained(folder)
 
     run_ranks(on_rank, 2)
-    expected, found = made.load().state_dict(), AutoModelForCausalLM.from_pretrained(folder).state_dict()
+    expected, saved = tiny_model.load().state_dict(), AutoModelForCausalLM.from_pretrained(folder).state_dict()
     shutil.rmtree(folder)
-    assert expected.keys() == found.keys() and all(torch.equal(expected[name], found[name]) for name in expected)
+    assert expected.keys() == saved.keys() and all(torch.equal(expected[name], saved[name]) for name in expected)
 
 
-def test_more_than_two_ranks_are_refused():
-    made = tiny_model("zamba")
+def test_sharing_over_more_than_two_stages_raises():
+    tiny_model = get_tiny_model("zamba")
     with pytest.raises(RankError, match="a weight of layers of several stages"):
-        run_ranks(lambda: made.load(megatron_config=ConfigUnderTest(pp_size=4)), 4)
+        run_ranks(lambda: tiny_model.load(megatron_config=ConfigUnderTest(pp_size=4)), 4)
 
 
-def test_adapters_on_a_shared_block_are_refused():
+def test_adapters_on_a_shared_block_raise():
     def on_rank():
-        model = tiny_model("zamba").load(megatron_config=ConfigUnderTest(pp_size=2))
+        model = get_tiny_model("zamba").load(megatron_config=ConfigUnderTest(pp_size=2))
         model = get_peft_model(model, LoraConfig(target_modules=["o_proj"])).train()
-        model(**tiny_model("zamba").batches[0])
+        model(**get_tiny_model("zamba").batches[0])
 
-    tiny_model("zamba")
+    get_tiny_model("zamba")
     with pytest.raises(RankError, match=r"shared_transf.* is tied over two pipeline stages, and an adapter"):
         run_ranks(on_rank, 2)

@@ -1,4 +1,4 @@
-"""Encoder and decoder as one row of layers: pipelines cut them anywhere, and train and generate as one process does."""
+"""Parity tests of encoder-decoder models in pipelines: training and generation for every partition of both stacks."""
 
 import functools
 
@@ -15,17 +15,17 @@ from hf_megatron.pipeline_parallel.stage_payload import StagePayload
 from hf_megatron.testing.parity import check_tiny_model
 from tests.helpers.shared_tiny_models import make_tiny_model
 
-# Relative positions cross; learned positions; final norms that are defined before the layers.
+# Relative position biases that cross stages; learned positions; final norms defined before the layers.
 TYPES = ("t5", "bart", "t5gemma")
 
 
 @functools.lru_cache(maxsize=1)
-def tiny_model(model_type):
+def get_tiny_model(model_type):
     return make_tiny_model(CONFIG_MAPPING[model_type](), task="seq2seq", microbatches=2)
 
 
-def num_layers_per_block(model_type):
-    return len([name for name, _ in tiny_model(model_type).model_on_meta().named_modules() if is_layer(name)])
+def count_layers(model_type):
+    return len([name for name, _ in get_tiny_model(model_type).model_on_meta().named_modules() if is_layer(name)])
 
 
 def is_layer(name):
@@ -33,34 +33,36 @@ def is_layer(name):
     return number.isdigit() and owner.rpartition(".")[2] in ("block", "layers")
 
 
-def even(layers, stages):
+def split_evenly(layers, stages):
     return tuple(layers // stages + (index < layers % stages) for index in range(stages))
 
 
 @pytest.mark.parametrize("model_type", TYPES)
-def test_every_cut_equals_one_process(model_type):
-    layers = num_layers_per_block(model_type)
+def test_every_partition_matches_single_process(model_type):
+    layers = count_layers(model_type)
     for first in range(1, layers):
         layout = ConfigUnderTest(pp_size=2, pipeline_partition=(first, layers - first))
-        comparison = check_tiny_model(tiny_model(model_type), layout)
+        comparison = check_tiny_model(get_tiny_model(model_type), layout)
         assert comparison.passed, (first, comparison.report())
 
 
-def test_experts_in_a_dict_choose_among_tokens_of_a_split_sequence():
-    """Each of them is called with tokens of its own, of which no rank has a part."""
-    comparison = check_tiny_model(tiny_model("switch_transformers"), ConfigUnderTest(tp_size=2, sequence_parallel=True))
+def test_expert_dict_with_sequence_parallelism():
+    """Each expert is called with its selected tokens, which are not sharded over the sequence."""
+    comparison = check_tiny_model(
+        get_tiny_model("switch_transformers"), ConfigUnderTest(tp_size=2, sequence_parallel=True)
+    )
     assert comparison.passed, comparison.report()
 
 
 @pytest.mark.parametrize("layout", [{"tp_size": 2}, {"tp_size": 2, "sequence_parallel": True}, {"pp_size": 2}])
 @pytest.mark.parametrize("types", ["bert-roberta", "electra-bert"])
-def test_an_encoder_and_a_decoder_have_the_plans_of_their_own_types(types, layout):
-    comparison = check_tiny_model(tiny_model_of_two(types), ConfigUnderTest(**layout))
+def test_encoder_and_decoder_use_plans_from_their_types(types, layout):
+    comparison = check_tiny_model(get_composite_tiny_model(types), ConfigUnderTest(**layout))
     assert comparison.passed, comparison.report()
 
 
 @functools.lru_cache(maxsize=1)
-def tiny_model_of_two(types):
+def get_composite_tiny_model(types):
     encoder, decoder = (CONFIG_MAPPING[name]() for name in types.split("-"))
     config = EncoderDecoderConfig.from_encoder_decoder_configs(encoder, decoder, decoder_start_token_id=1)
     config.pad_token_id = 0
@@ -68,16 +70,16 @@ def tiny_model_of_two(types):
 
 
 @pytest.mark.parametrize("model_type", ["fsmt", "pegasus_x"])
-def test_layers_of_both_stacks_hand_on_other_values(model_type):
-    """Of FSMT two and three values; of Pegasus-X global tokens, whose stages between have to pass them on."""
-    layers = num_layers_per_block(model_type)
+def test_layers_pass_extra_values_in_both_stacks(model_type):
+    """FSMT's layers return two and three values; Pegasus-X has global tokens, which middle stages must forward."""
+    layers = count_layers(model_type)
     for partition in ((1, 1, layers - 2), (layers // 2, 1, layers - layers // 2 - 1)):
         layout = ConfigUnderTest(pp_size=3, pipeline_partition=partition, num_microbatches=3)
-        comparison = check_tiny_model(tiny_model(model_type), layout)
+        comparison = check_tiny_model(get_tiny_model(model_type), layout)
         assert comparison.passed, (partition, comparison.report())
 
 
-def test_global_tokens_that_do_not_cross_are_found(monkeypatch):
+def test_dropped_global_tokens_are_detected(monkeypatch):
     def take_values(self, output, read):
         hidden_states = original(self, output, read)
         self.values = {place: torch.zeros_like(value) for place, value in self.values.items()}
@@ -85,18 +87,18 @@ def test_global_tokens_that_do_not_cross_are_found(monkeypatch):
 
     original = StagePayload.take_values
     monkeypatch.setattr(StagePayload, "take_values", take_values)
-    layout = ConfigUnderTest(pp_size=2, pipeline_partition=(1, num_layers_per_block("pegasus_x") - 1))
-    assert not check_tiny_model(tiny_model("pegasus_x"), layout).passed
+    layout = ConfigUnderTest(pp_size=2, pipeline_partition=(1, count_layers("pegasus_x") - 1))
+    assert not check_tiny_model(get_tiny_model("pegasus_x"), layout).passed
 
 
 @pytest.mark.parametrize("model_type", TYPES)
-def test_stages_between_pass_on(model_type):
-    """Inside of the encoder, with its last layer and the decoder's first, and inside of the decoder."""
-    layers = num_layers_per_block(model_type)
+def test_middle_stages_forward_the_payload(model_type):
+    """Middle stages inside the encoder, across the encoder-decoder boundary, and inside the decoder."""
+    layers = count_layers(model_type)
     half = layers // 2
     for partition in ((1, 1, layers - 2), (1, half - 1, half), (2, half - 1, half - 1), (half, 1, half - 1)):
         layout = ConfigUnderTest(pp_size=3, pipeline_partition=partition, num_microbatches=3)
-        comparison = check_tiny_model(tiny_model(model_type), layout)
+        comparison = check_tiny_model(get_tiny_model(model_type), layout)
         assert comparison.passed, (partition, comparison.report())
 
 
@@ -112,12 +114,12 @@ def test_stages_between_pass_on(model_type):
     ids=lambda layout: "+".join(f"{name}{value}" for name, value in layout.items()),
 )
 @pytest.mark.parametrize("model_type", TYPES)
-def test_layouts_equal_one_process(model_type, layout):
+def test_layouts_match_single_process(model_type, layout):
     if model_type == "t5" and layout.get("pipeline_schedule") == "zbv":
         with pytest.raises(RankError, match="relative_attention_bias.weight of the decoder's first layer"):
-            check_tiny_model(tiny_model(model_type), ConfigUnderTest(**layout))
+            check_tiny_model(get_tiny_model(model_type), ConfigUnderTest(**layout))
         return
-    comparison = check_tiny_model(tiny_model(model_type), ConfigUnderTest(**layout))
+    comparison = check_tiny_model(get_tiny_model(model_type), ConfigUnderTest(**layout))
     assert comparison.passed, comparison.report()
 
 
@@ -132,25 +134,25 @@ def test_layouts_equal_one_process(model_type, layout):
     ids=lambda layout: "+".join(f"{name}{value}" for name, value in layout.items()),
 )
 @pytest.mark.parametrize("model_type", TYPES)
-def test_generation_equals_one_process(model_type, layout):
-    batch = tiny_model(model_type).batches[0]
+def test_generation_matches_single_process(model_type, layout):
+    batch = get_tiny_model(model_type).batches[0]
     prompt = {name: batch[name] for name in ("input_ids", "attention_mask") if name in batch}
     fixed = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None, "decoder_start_token_id": 1}
 
     def generate(**layout):
-        model = tiny_model(model_type).load(**layout).eval()
+        model = get_tiny_model(model_type).load(**layout).eval()
         ways = ({}, {"num_beams": 3}, {"use_cache": False})
         return [model.generate(**prompt, pad_token_id=0, **fixed, **way) for way in ways]
 
     [expected] = run_ranks(generate, 1)
     config = ConfigUnderTest(**layout)
-    for found in run_ranks(generate, config.ranks_per_replica, megatron_config=config):
-        assert all(map(torch.equal, found, expected))
+    for tokens in run_ranks(generate, config.ranks_per_replica, megatron_config=config):
+        assert all(map(torch.equal, tokens, expected))
 
 
 @pytest.mark.parametrize("model_type", ["bart", "pegasus_x"])
-def test_generation_calls_an_encoder_whose_tokens_are_full(model_type):
-    """Pegasus-X's encoder has no stack that is split: its layers call their linears by themselves."""
+def test_generation_gathers_encoder_tokens(model_type):
+    """Pegasus-X's encoder has no sequence-parallel stack: its layers call their linears directly."""
     prompt = {
         "input_ids": make_tiny_model(CONFIG_MAPPING[model_type](), task="seq2seq", microbatches=2).batches[0][
             "input_ids"
@@ -165,29 +167,29 @@ def test_generation_calls_an_encoder_whose_tokens_are_full(model_type):
     [expected] = run_ranks(generate, 1)
     for sequence_parallel in (False, True):
         layout = ConfigUnderTest(tp_size=2, sequence_parallel=sequence_parallel)
-        for found in run_ranks(generate, 2, megatron_config=layout):
-            assert all(map(torch.equal, found, expected))
+        for tokens in run_ranks(generate, 2, megatron_config=layout):
+            assert all(map(torch.equal, tokens, expected))
 
 
-def test_an_encoder_alone_and_its_output_given():
-    """What `generate()` does, by hand: with its output given the decoder's layers alone run."""
-    batch = tiny_model("bart").batches[0]
+def test_standalone_encoder_and_precomputed_output():
+    """Repeats what `generate()` does: with the encoder output as an argument, only the decoder layers run."""
+    batch = get_tiny_model("bart").batches[0]
 
     def run(**layout):
-        model = tiny_model("bart").load(**layout).eval()
+        model = get_tiny_model("bart").load(**layout).eval()
         with torch.no_grad():
             encoded = model.get_encoder()(input_ids=batch["input_ids"]).last_hidden_state
             outputs = model(encoder_outputs=(encoded,), decoder_input_ids=batch["labels"].clamp(min=0))
         return encoded, outputs.logits
 
     [expected] = run_ranks(run, 1)
-    for found in run_ranks(run, 2, megatron_config=ConfigUnderTest(pp_size=2, pipeline_partition=(2, 4))):
-        for value, reference in zip(found, expected, strict=True):
+    for results in run_ranks(run, 2, megatron_config=ConfigUnderTest(pp_size=2, pipeline_partition=(2, 4))):
+        for value, reference in zip(results, expected, strict=True):
             torch.testing.assert_close(value, reference, rtol=1e-5, atol=1e-5)
 
 
-def test_an_encoder_alone_has_no_gradients():
-    bart = tiny_model("bart")
+def test_standalone_encoder_with_gradients_raises():
+    bart = get_tiny_model("bart")
 
     def run():
         model = bart.load(megatron_config=ConfigUnderTest(pp_size=2))
@@ -197,101 +199,107 @@ def test_an_encoder_alone_has_no_gradients():
         run_ranks(run, 2)
 
 
-def test_one_embedding_is_not_split_as_several():
+def test_zero3_with_tied_embeddings_raises():
     with pytest.raises(
         RankError, match="are tied to model.shared.weight, but FSDP2 would shard them as separate weights"
     ):
-        check_tiny_model(tiny_model("bart"), ConfigUnderTest(pp_size=2, dp_size=2, zero_stage=3))
+        check_tiny_model(get_tiny_model("bart"), ConfigUnderTest(pp_size=2, dp_size=2, zero_stage=3))
 
 
-def of_argument(name):
-    """Drops the gradient of an argument that crosses."""
+def drop_argument_gradient(name):
+    """Returns a fault that drops the gradient of a layer argument that crosses stages."""
 
-    def fault():
+    def patch_from_message():
         original = StagePayload.from_message.__func__
 
         def from_message(cls, message):
-            found = original(cls, message)
-            found.arguments = {
-                place: value.detach() if place[0] == name else value for place, value in found.arguments.items()
+            payload = original(cls, message)
+            payload.arguments = {
+                place: value.detach() if place[0] == name else value for place, value in payload.arguments.items()
             }
-            return found
+            return payload
 
         StagePayload.from_message = classmethod(from_message)
 
-    return fault
+    return patch_from_message
 
 
-def of_positions():
-    """Drops the gradient of what the first layer of a stack returned for the others."""
+def drop_position_bias_gradient():
+    """Drops the gradient of the position bias that the first layer of a stack returns for the others."""
     original = StageBoundary.pass_on
 
     def pass_on(self, args, kwargs):
-        found = original(self, args, kwargs)
-        return tuple(None if value is None else value.detach() for value in found) if type(found) is tuple else found
+        outputs = original(self, args, kwargs)
+        return (
+            tuple(None if value is None else value.detach() for value in outputs) if type(outputs) is tuple else outputs
+        )
 
     StageBoundary.pass_on = pass_on
 
 
 @pytest.mark.parametrize(
     ("fault", "partition"),
-    [(of_argument(ENCODED), (5, 3)), (of_argument(HIDDEN_STATES), (1, 7)), (of_positions, (6, 2))],
+    [
+        (drop_argument_gradient(ENCODED), (5, 3)),
+        (drop_argument_gradient(HIDDEN_STATES), (1, 7)),
+        (drop_position_bias_gradient, (6, 2)),
+    ],
     ids=["encoded", "first", "positions"],
 )
-def test_faults_are_found(fault, partition):
+def test_seeded_faults_are_detected(fault, partition):
     layout = ConfigUnderTest(pp_size=2, pipeline_partition=partition)
-    comparison = check_tiny_model(tiny_model("t5"), layout)
+    comparison = check_tiny_model(get_tiny_model("t5"), layout)
     assert comparison.passed, comparison.report()
-    assert not check_tiny_model(tiny_model("t5"), layout, sabotage=fault).passed
+    assert not check_tiny_model(get_tiny_model("t5"), layout, sabotage=fault).passed
 
 
 @pytest.mark.parametrize("kind", [tuple, BaseModelOutput])
-def test_what_an_encoder_made_elsewhere_is_trained(kind):
-    """Its gradient comes back to what was given, on every rank."""
-    batch = tiny_model("t5").batches[0]
+def test_external_encoder_outputs_get_gradients(kind):
+    """The gradient reaches the given encoder outputs on every rank."""
+    batch = get_tiny_model("t5").batches[0]
 
     def run(**layout):
-        model = tiny_model("t5").load(**layout).train()
+        model = get_tiny_model("t5").load(**layout).train()
         encoded = torch.randn(
             *batch["input_ids"].shape, model.config.d_model, generator=torch.Generator().manual_seed(0)
         )
         encoded.requires_grad_(True)
-        given = (encoded,) if kind is tuple else kind(last_hidden_state=encoded)
+        encoder_outputs = (encoded,) if kind is tuple else kind(last_hidden_state=encoded)
         mask = batch["attention_mask"]
-        loss = model(encoder_outputs=given, attention_mask=mask, labels=batch["labels"]).loss
+        loss = model(encoder_outputs=encoder_outputs, attention_mask=mask, labels=batch["labels"]).loss
         loss.backward()
         return loss.detach(), encoded.grad
 
     [expected] = run_ranks(run, 1)
-    for found in run_ranks(run, 2, megatron_config=ConfigUnderTest(pp_size=2, pipeline_partition=(3, 5))):
-        for value, reference in zip(found, expected, strict=True):
+    for results in run_ranks(run, 2, megatron_config=ConfigUnderTest(pp_size=2, pipeline_partition=(3, 5))):
+        for value, reference in zip(results, expected, strict=True):
             torch.testing.assert_close(value, reference, rtol=1e-5, atol=1e-6)
 
 
-def test_sources_of_other_lengths_and_batches_that_are_wrong():
-    """What is wrong on every stage raises alike, and the next call runs."""
-    ids = tiny_model("t5").batches[0]["input_ids"]
+def test_varying_source_lengths_and_invalid_batches():
+    """Inputs that are invalid on every stage raise on all ranks, and the next call runs."""
+    ids = get_tiny_model("t5").batches[0]["input_ids"]
 
     def run(**layout):
-        model = tiny_model("t5").load(**layout).eval()
+        model = get_tiny_model("t5").load(**layout).eval()
         fixed = {"max_new_tokens": 4, "do_sample": False, "eos_token_id": None, "decoder_start_token_id": 1}
-        found = []
+        tokens = []
         for length in (9, 5):
-            found.append(model.generate(ids[:, :length], use_cache=False, pad_token_id=0, **fixed))
+            tokens.append(model.generate(ids[:, :length], use_cache=False, pad_token_id=0, **fixed))
             for wrong in ({"input_ids": ids + 1000}, {"input_ids": ids, "inputs_embeds": torch.zeros(1)}):
                 with pytest.raises((IndexError, ValueError)):
                     model(**wrong, labels=ids)
         with pytest.raises(IndexError):
             model.generate(ids + 1000, **fixed)
-        return found
+        return tokens
 
     [expected] = run_ranks(run, 1)
-    for found in run_ranks(run, 2, megatron_config=ConfigUnderTest(pp_size=2)):
-        assert all(map(torch.equal, found, expected))
+    for tokens in run_ranks(run, 2, megatron_config=ConfigUnderTest(pp_size=2)):
+        assert all(map(torch.equal, tokens, expected))
 
 
-def test_layers_that_are_left_out_at_random_are_refused():
-    bart = tiny_model("bart")
+def test_layerdrop_raises():
+    bart = get_tiny_model("bart")
 
     def run():
         model = bart.load(megatron_config=ConfigUnderTest(pp_size=2)).train()
@@ -302,8 +310,8 @@ def test_layers_that_are_left_out_at_random_are_refused():
         run_ranks(run, 2)
 
 
-def test_a_decoder_shorter_than_its_encoder_generates():
-    """transformers makes as many entries of a cache as the encoder has layers."""
+def test_decoder_shorter_than_encoder_generates():
+    """transformers creates one cache entry per encoder layer."""
     unequal = make_tiny_model(
         CONFIG_MAPPING["t5"](), task="seq2seq", changes={"num_layers": 4, "num_decoder_layers": 2}
     )
@@ -317,5 +325,5 @@ def test_a_decoder_shorter_than_its_encoder_generates():
     for partition in ((2, 4), (5, 1)):
         config = ConfigUnderTest(pp_size=2, pipeline_partition=partition)
         assert check_tiny_model(unequal, config).passed
-        for found in run_ranks(generate, 2, megatron_config=config):
-            assert torch.equal(found, expected)
+        for tokens in run_ranks(generate, 2, megatron_config=config):
+            assert torch.equal(tokens, expected)

@@ -1,4 +1,4 @@
-"""State space mixers over tp: ranks share their heads, also where all of these read one group."""
+"""Parity tests of state space mixers with heads sharded over tp, with one group for all heads or one per rank."""
 
 import contextlib
 import functools
@@ -17,75 +17,75 @@ from tests.helpers.shared_tiny_models import make_tiny_model
 
 
 @functools.lru_cache(maxsize=1)
-def tiny_model(model_type):
+def get_tiny_model(model_type):
     return make_tiny_model(CONFIG_MAPPING[model_type](), microbatches=2, min_layers=2)
 
 
 LAYOUTS = {
-    # One group, and its norm over all heads.
+    # One group, with a norm over all heads.
     "bamba": {"tp_size": 2, "sequence_parallel": True, "pp_size": 2, "num_microbatches": 2},
-    # A group for each rank, weights over dp as well.
+    # One group per rank; weights also sharded over dp.
     "mamba2": {"tp_size": 2, "dp_size": 2, "zero_stage": 3},
-    # Two equal blocks, and steps that are made of all channels.
+    # Fused projection of two equal blocks; time steps computed from all channels.
     "mamba": {"tp_size": 4, "sequence_parallel": True},
 }
 
 
 @pytest.mark.parametrize("model_type", LAYOUTS)
-def test_layouts_equal_one_process(model_type):
-    comparison = check_tiny_model(tiny_model(model_type), ConfigUnderTest(**LAYOUTS[model_type]))
+def test_layouts_match_single_process(model_type):
+    comparison = check_tiny_model(get_tiny_model(model_type), ConfigUnderTest(**LAYOUTS[model_type]))
     assert comparison.passed, comparison.report()
 
 
-def samples_of_another_rank():
-    """Of the first projection alone."""
+def swap_projection_chunks():
+    """Swaps the chunks of fused projection weights."""
     original = torch.Tensor.chunk
 
     def chunk(self, parts, dim=0):
-        found = original(self, parts, dim)
-        return found[::-1] if self.dim() == 2 and dim == 0 else found
+        chunks = original(self, parts, dim)
+        return chunks[::-1] if self.dim() == 2 and dim == 0 else chunks
 
     torch.Tensor.chunk = chunk
 
 
-def pieces_without_a_sum():
-    """Joined for a forward, and each rank's gradient its own."""
+def skip_gathered_gradient_sum():
+    """Gathers in forward without summing the gradient in backward."""
     original = head_sharded_blocks.gather_from_ranks
     head_sharded_blocks.gather_from_ranks = lambda *args, sum_gradient=False: original(*args)
 
 
-def a_norm_of_one_rank():
+def use_local_norm():
     head_sharded_blocks._make_gathered_norm = lambda norm, group: (
         lambda *args: norm(*(arg.repeat(1, 1, 2) for arg in args)).chunk(2, -1)[0]
     )
 
 
-def steps_of_one_rank():
+def use_local_time_steps():
     head_sharded_blocks.make_reduced_linear = lambda weight, group: lambda features: features @ weight.T
 
 
 @pytest.mark.parametrize(
     ("model_type", "fault"),
     [
-        ("bamba", samples_of_another_rank),
-        ("bamba", pieces_without_a_sum),
-        ("bamba", a_norm_of_one_rank),
-        ("mamba", steps_of_one_rank),
+        ("bamba", swap_projection_chunks),
+        ("bamba", skip_gathered_gradient_sum),
+        ("bamba", use_local_norm),
+        ("mamba", use_local_time_steps),
     ],
 )
-def test_seeded_faults_are_found(model_type, fault):
-    comparison = check_tiny_model(tiny_model(model_type), ConfigUnderTest(tp_size=2), sabotage=fault)
+def test_seeded_faults_are_detected(model_type, fault):
+    comparison = check_tiny_model(get_tiny_model(model_type), ConfigUnderTest(tp_size=2), sabotage=fault)
     assert not comparison.passed and comparison.worst.value > 10
 
 
-def test_adapters_inside_of_mixers():
-    bamba = adapted(tiny_model("bamba"), "lora")
+def test_adapters_inside_mixers():
+    bamba = adapted(get_tiny_model("bamba"), "lora")
     comparison = check_tiny_model(bamba, ConfigUnderTest(tp_size=2, sequence_parallel=True))
     assert comparison.passed, comparison.report()
 
 
-def test_weights_that_are_trained_with_adapters_are_refused():
-    bamba = tiny_model("bamba")
+def test_trainable_mixer_weight_with_adapters_raises():
+    bamba = get_tiny_model("bamba")
 
     def call():
         from peft import LoraConfig, get_peft_model
@@ -100,11 +100,11 @@ def test_weights_that_are_trained_with_adapters_are_refused():
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_weights_are_there_again_after_a_forward_that_ends_inside(fails):
-    """As recomputation does in backward, and an error."""
-    bamba = tiny_model("bamba")
+def test_weights_are_restored_after_an_interrupted_forward(fails):
+    """A forward ends early in recomputation and on errors."""
+    bamba = get_tiny_model("bamba")
 
-    def shapes():
+    def compare_shapes():
         model = bamba.load(megatron_config=ConfigUnderTest(tp_size=2, recompute="full"))
         expected = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
         if fails:
@@ -113,16 +113,16 @@ def test_weights_are_there_again_after_a_forward_that_ends_inside(fails):
                 model(**bamba.batches[0])
         else:
             model(**bamba.batches[0]).loss.backward()
-        found = {name: tuple(value.shape) for name, value in model.state_dict().items()}
-        return expected == {name: found[name] for name in expected}
+        actual = {name: tuple(value.shape) for name, value in model.state_dict().items()}
+        return expected == {name: actual[name] for name in expected}
 
-    assert run_ranks(shapes, 2) == [True, True]
+    assert run_ranks(compare_shapes, 2) == [True, True]
 
 
-def test_weights_are_split_at_rest():
-    bamba = tiny_model("bamba")
+def test_weights_are_sharded_at_rest():
+    bamba = get_tiny_model("bamba")
 
-    def sizes():
+    def get_sizes():
         model = bamba.load(megatron_config=ConfigUnderTest(tp_size=2))
         mixer = model.model.layers[0].mamba
         return [
@@ -133,18 +133,18 @@ def test_weights_are_split_at_rest():
             )
         ]
 
-    for rank in run_ranks(sizes, 2):
+    for rank in run_ranks(get_sizes, 2):
         assert all(local * 2 == size for size, local in rank)
 
 
-def test_states_that_ranks_cannot_keep_are_refused_and_left_out_where_not_needed():
-    """RWKV's model makes states as wide as hidden states: calls without say nothing of them, as in evaluation."""
-    made = make_tiny_model(CONFIG_MAPPING["rwkv"]())
+def test_recurrent_states_raise_with_use_cache():
+    """RWKV creates states of full hidden size, but ranks have local channels; without `use_cache` calls work."""
+    tiny_model = make_tiny_model(CONFIG_MAPPING["rwkv"]())
 
     def on_rank(layout):
-        model = made.load(megatron_config=ConfigUnderTest(**layout)) if layout else made.load()
+        model = tiny_model.load(megatron_config=ConfigUnderTest(**layout)) if layout else tiny_model.load()
         model.eval()
-        ids = made.batches[0]["input_ids"][:2, :6]
+        ids = tiny_model.batches[0]["input_ids"][:2, :6]
         with torch.no_grad():
             loss = float(model(input_ids=ids, labels=ids).loss)
             tokens = model.generate(ids, max_new_tokens=3, do_sample=False, use_cache=False).tolist()

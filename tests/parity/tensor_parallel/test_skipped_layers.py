@@ -1,4 +1,4 @@
-"""Layers that are left out at random in training: split sequences leave out those of one process, the ends too."""
+"""Parity tests of LayerDrop with sequence parallelism: the single-process layers are skipped, also first and last."""
 
 import functools
 
@@ -18,12 +18,12 @@ SEEDS = range(4)
 
 
 @functools.lru_cache(maxsize=1)
-def tiny_model(model_type, task):
+def get_tiny_model(model_type, task):
     return make_tiny_model(CONFIG_MAPPING[model_type](), task=task, min_layers=3)
 
 
-def trained(of, checkpointing, **layout):
-    """Returns the loss and every gradient, or that there is none, of each seed."""
+def train_with_layerdrop(of, checkpointing, **layout):
+    """Returns loss and gradients by name (`None` for skipped layers) for each seed."""
     config = of.model_on_meta().config
     config.update({name: 0.5 for name in config.to_dict() if name.endswith("layerdrop")})
     model = of.load(config=config, **layout).train()
@@ -33,24 +33,27 @@ def trained(of, checkpointing, **layout):
     for module in model.modules():
         if "layerdrop" in vars(module):
             module.layerdrop = 0.5
-    found = []
+    results = []
     for seed in SEEDS:
         torch.manual_seed(seed)
         loss = model(**of.batches[0]).loss
         loss.backward()
-        gradients = {name: full(parameter.grad) for name, parameter in model.named_parameters()}
-        found.append((loss.item(), gradients))
+        gradients = {name: gather_gradient(parameter.grad) for name, parameter in model.named_parameters()}
+        results.append((loss.item(), gradients))
         model.zero_grad(set_to_none=True)
-    return found
+    return results
 
 
-def full(gradient):
+def gather_gradient(gradient):
     return gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
 
 
-def differs(of, *, checkpointing=False):
-    """Returns what differs from one process, or in which of the numbers no layer of one was left out."""
-    run = functools.partial(trained, of, checkpointing)
+def find_differences(of, *, checkpointing=False):
+    """Returns the names of gradients that differ from the single-process run, and "loss" if losses differ.
+
+    Requires that the seeds skip and run both layer 0 and other layers.
+    """
+    run = functools.partial(train_with_layerdrop, of, checkpointing)
     [expected] = run_ranks(run, 1)
     at_ends = {
         (number == "0", gradients[name] is None)
@@ -59,9 +62,9 @@ def differs(of, *, checkpointing=False):
         if (number := name.partition("layers.")[2].partition(".")[0])
     }
     assert len(at_ends) == 4
-    found = run_ranks(run, 2, megatron_config=ConfigUnderTest(tp_size=2, sequence_parallel=True))[0]
+    results = run_ranks(run, 2, megatron_config=ConfigUnderTest(tp_size=2, sequence_parallel=True))[0]
     problems = []
-    for (loss, gradients), (wanted, others) in zip(found, expected, strict=True):
+    for (loss, gradients), (expected_loss, others) in zip(results, expected, strict=True):
         same = {name for name in others if (others[name] is None) == (gradients[name] is None)}
         problems += sorted(others.keys() - same)
         problems += [
@@ -69,7 +72,7 @@ def differs(of, *, checkpointing=False):
             for name in same
             if others[name] is not None and not torch.allclose(gradients[name], others[name], rtol=1e-3, atol=1e-5)
         ]
-        problems += ["loss"] if abs(loss - wanted) > 1e-5 else []
+        problems += ["loss"] if abs(loss - expected_loss) > 1e-5 else []
     return problems
 
 
@@ -77,11 +80,11 @@ def differs(of, *, checkpointing=False):
     ("model_type", "task", "checkpointing"),
     [("m2m_100", "seq2seq", False), ("m2m_100", "seq2seq", True), ("opt", "causal", False)],
 )
-def test_the_same_layers_are_left_out(model_type, task, checkpointing):
-    assert not differs(tiny_model(model_type, task), checkpointing=checkpointing)
+def test_the_same_layers_are_skipped(model_type, task, checkpointing):
+    assert not find_differences(get_tiny_model(model_type, task), checkpointing=checkpointing)
 
 
-def test_ends_that_are_left_out_and_neither_split_nor_join_are_found(monkeypatch):
+def test_unhandled_boundary_layerdrop_is_detected(monkeypatch):
     monkeypatch.setattr(install_regions, "leaves_layers_out", lambda config: False)
     with pytest.raises(RankError):
-        differs(tiny_model("m2m_100", "seq2seq"))
+        find_differences(get_tiny_model("m2m_100", "seq2seq"))

@@ -1,4 +1,4 @@
-"""What models draw from Python and numpy is the same on ranks that share a batch, and what one process draws."""
+"""Parity tests of Python and numpy RNG states: ranks of a model-parallel group draw the single-process values."""
 
 import random
 
@@ -14,8 +14,8 @@ from hf_megatron.models.verification_gate import ConfigUnderTest
 from hf_megatron.testing.measure import compute_batch_loss
 from tests.helpers.shared_tiny_models import make_tiny_model
 
-MASKS_OF_SOUNDS = {"apply_spec_augment": True, "mask_time_prob": 0.4, "mask_time_length": 2, "mask_time_min_masks": 1}
-LAYERS_LEFT_OUT = {"layerdrop": 0.5}
+AUDIO_MASKS = {"apply_spec_augment": True, "mask_time_prob": 0.4, "mask_time_length": 2, "mask_time_min_masks": 1}
+LAYERDROP = {"layerdrop": 0.5}
 CLASSES = {"musicgen_decoder": "MusicgenForCausalLM"}
 
 
@@ -23,8 +23,8 @@ def draw():
     return random.random(), random.gauss(0, 1), float(numpy.random.rand()), float(numpy.random.randn())
 
 
-def test_a_state_comes_back():
-    # A normal number of each waits for its turn.
+def test_host_state_round_trip():
+    # Both generators cache the second normal sample.
     draw()
     state = host_state()
     expected = draw()
@@ -32,49 +32,49 @@ def test_a_state_comes_back():
     assert draw() == expected
 
 
-def losses(tiny_model, changes, seed_of_rank, **kwargs):
-    """Trains without steps, and returns the loss of each call and what is drawn behind them."""
+def train_and_draw(tiny_model, changes, seed_of_rank, **kwargs):
+    """Runs four forward and backward passes; returns their losses and the values drawn afterwards."""
     config = tiny_model.model_on_meta().config
     for name, value in changes.items():
         setattr(config, name, value)
     model = tiny_model.load(config=config, **kwargs).train()
     for seed in (random.seed, numpy.random.seed):
         seed(seed_of_rank())
-    found = []
+    losses = []
     for _ in range(4):
         loss = compute_batch_loss(model, tiny_model.batches[0])[0]
         loss.backward()
         model.zero_grad()
-        found.append(loss.item())
-    return found, draw()
+        losses.append(loss.item())
+    return losses, draw()
 
 
 @pytest.mark.parametrize(
     ("model_type", "task", "changes"),
-    [("whisper", "speech", MASKS_OF_SOUNDS), ("musicgen_decoder", "causal", LAYERS_LEFT_OUT)],
+    [("whisper", "speech", AUDIO_MASKS), ("musicgen_decoder", "causal", LAYERDROP)],
     ids=["numpy", "python"],
 )
 @pytest.mark.parametrize("layout", [{"tp_size": 2}, {"tp_size": 2, "sequence_parallel": True}], ids=["tp", "sp"])
-def test_ranks_draw_what_one_process_draws(model_type, task, changes, layout):
+def test_host_rng_matches_single_process(model_type, task, changes, layout):
     tiny_model = make_tiny_model(CONFIG_MAPPING[model_type](), task=task, class_name=CLASSES.get(model_type))
-    [(expected, drawn)] = run_ranks(losses, 1, tiny_model, changes, lambda: 0)
+    [(expected, expected_draws)] = run_ranks(train_and_draw, 1, tiny_model, changes, lambda: 0)
     assert len({*expected}) > 2
-    for found, drawn_by_ranks in run_ranks(
-        losses, 2, tiny_model, changes, dist.get_rank, megatron_config=ConfigUnderTest(**layout)
+    for losses, draws in run_ranks(
+        train_and_draw, 2, tiny_model, changes, dist.get_rank, megatron_config=ConfigUnderTest(**layout)
     ):
-        assert found == pytest.approx(expected, rel=1e-5)
-        assert drawn_by_ranks == drawn
+        assert losses == pytest.approx(expected, rel=1e-5)
+        assert draws == expected_draws
 
 
-def test_states_of_each_rank_are_found():
-    """The seeded fault: torch's state alone."""
+def test_unsynced_host_rng_is_detected():
+    """Seeded fault: only torch's RNG state is synchronized."""
 
-    def faulty(*args, **kwargs):
+    def train_without_host_sync(*args, **kwargs):
         rng.set_host_state = lambda packed: None
-        return losses(*args, **kwargs)
+        return train_and_draw(*args, **kwargs)
 
     tiny_model = make_tiny_model(CONFIG_MAPPING["whisper"](), task="speech")
-    [(expected, _)] = run_ranks(losses, 1, tiny_model, MASKS_OF_SOUNDS, lambda: 0)
+    [(expected, _)] = run_ranks(train_and_draw, 1, tiny_model, AUDIO_MASKS, lambda: 0)
     layout = ConfigUnderTest(tp_size=2)
-    results = run_ranks(faulty, 2, tiny_model, MASKS_OF_SOUNDS, dist.get_rank, megatron_config=layout)
-    assert any(found != pytest.approx(expected, rel=1e-5) for found, _ in results)
+    results = run_ranks(train_without_host_sync, 2, tiny_model, AUDIO_MASKS, dist.get_rank, megatron_config=layout)
+    assert any(losses != pytest.approx(expected, rel=1e-5) for losses, _ in results)

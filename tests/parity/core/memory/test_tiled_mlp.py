@@ -1,4 +1,4 @@
-"""MLPs that compute some tokens at a time, and layers whose inputs wait in CPU memory, against one process."""
+"""Parity tests of tiled MLPs and of layer inputs offloaded to CPU memory."""
 
 import functools
 
@@ -26,81 +26,81 @@ LAYOUTS = {
 
 
 @functools.lru_cache(maxsize=2)
-def tiny_model(model_type):
+def get_tiny_model(model_type):
     return make_tiny_model(CONFIG_MAPPING[model_type](), microbatches=2)
 
 
-def requires(kind, count):
-    """Has a model fail that has not so many modules of a kind on a rank, or where they computed at once."""
+def require_modules(kind, count):
+    """Returns a `prepare` that requires at least `count` modules of type `kind` on each rank."""
 
     def prepare(model):
-        found = [module for module in model.modules() if isinstance(module, kind)]
-        assert len(found) >= count, found
+        modules = [module for module in model.modules() if isinstance(module, kind)]
+        assert len(modules) >= count, modules
 
     return prepare
 
 
 @pytest.mark.parametrize("recompute", [None, "full"])
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_tiles_equal_one_process(name, recompute):
+def test_tiles_match_single_process(name, recompute):
     layout = ConfigUnderTest(**LAYOUTS[name], mlp_chunk_size=7, recompute=recompute)
-    comparison = check_tiny_model(tiny_model("llama"), layout, prepare=requires(TiledMLP, 1))
+    comparison = check_tiny_model(get_tiny_model("llama"), layout, prepare=require_modules(TiledMLP, 1))
     assert comparison.passed, comparison.report()
 
 
 @pytest.mark.parametrize("model_type", ["gpt2", "gemma2", "deepseek_v3", "phi3"])
-def test_types_equal_one_process(model_type):
+def test_types_match_single_process(model_type):
     layout = ConfigUnderTest(tp_size=2, mlp_chunk_size=5)
-    comparison = check_tiny_model(tiny_model(model_type), layout, prepare=requires(TiledMLP, 1))
+    comparison = check_tiny_model(get_tiny_model(model_type), layout, prepare=require_modules(TiledMLP, 1))
     assert comparison.passed, comparison.report()
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_offloaded_inputs_equal_one_process(name):
+def test_offloaded_inputs_match_single_process(name):
     layout = ConfigUnderTest(**LAYOUTS[name], recompute="full", offload_activations=True)
-    comparison = check_tiny_model(tiny_model("llama"), layout, prepare=requires(OffloadedInputs, 1))
+    comparison = check_tiny_model(get_tiny_model("llama"), layout, prepare=require_modules(OffloadedInputs, 1))
     assert comparison.passed, comparison.report()
 
 
-def test_tiles_of_views():
-    """GPT-2's linears view what they are given, and tiles of several rows are none of one piece."""
-    comparison = check_tiny_model(tiny_model("gpt2"), ConfigUnderTest(cp_size=2, mlp_chunk_size=5))
+def test_noncontiguous_tiles_match_single_process():
+    """GPT-2's linears call `view` on their input, and tiles of several samples are not contiguous."""
+    comparison = check_tiny_model(get_tiny_model("gpt2"), ConfigUnderTest(cp_size=2, mlp_chunk_size=5))
     assert comparison.passed, comparison.report()
 
 
-def forgets_a_tile():
+def detach_tiles():
     tiled_mlp.checkpoint = lambda function, part, use_reentrant: function(part).detach()
 
 
-def hands_back_another():
+def corrupt_offloaded_inputs():
     activation_offload._unpack = lambda kept: kept.unpack() * 1.001 if hasattr(kept, "unpack") else kept
 
 
 @pytest.mark.parametrize(
     ("fault", "fields"),
     [
-        (forgets_a_tile, {"mlp_chunk_size": 7}),
-        (hands_back_another, {"recompute": "full", "offload_activations": True}),
+        (detach_tiles, {"mlp_chunk_size": 7}),
+        (corrupt_offloaded_inputs, {"recompute": "full", "offload_activations": True}),
     ],
 )
-def test_a_fault_is_found(fault, fields):
-    assert not check_tiny_model(tiny_model("llama"), ConfigUnderTest(tp_size=2, **fields), sabotage=fault).passed
+def test_seeded_faults_are_detected(fault, fields):
+    assert not check_tiny_model(get_tiny_model("llama"), ConfigUnderTest(tp_size=2, **fields), sabotage=fault).passed
 
 
-def test_which_modules_are_mlps():
+def test_find_mlps():
     for model_type, expected in (
         ("llama", {"mlp"}),
         ("gpt2", {"mlp"}),
         ("phi3", {"mlp"}),
-        # The experts choose their tokens themselves; the first layers, and the shared experts, are dense.
+        # Routed experts select their tokens and are not tiled; the first layers and the shared experts are dense.
         ("deepseek_v3", {"mlp", "mlp.shared_experts"}),
         ("qwen3_moe", set()),
         ("opt", set()),
     ):
-        model = tiny_model(model_type).model_on_meta()
+        model = get_tiny_model(model_type).model_on_meta()
         layers = next(name for name, module in model.named_modules() if isinstance(module, nn.ModuleList))
-        found = {name.removeprefix(f"{layers}.").partition(".")[2] for name in find_mlps(model, layers)}
-        assert found == expected, model_type
+        names = {name.removeprefix(f"{layers}.").partition(".")[2] for name in find_mlps(model, layers)}
+        assert names == expected, model_type
 
 
 class Mixing(nn.Module):
@@ -112,7 +112,7 @@ class Mixing(nn.Module):
         return self.down(self.up(hidden + hidden.roll(1, 1)))
 
 
-def test_tokens_that_meet_are_seen():
+def test_token_mixing_mlp_raises():
     model = nn.Module()
     model.layers = nn.ModuleList([nn.Module()])
     model.layers[0].mlp = Mixing()
@@ -124,7 +124,7 @@ def test_tokens_that_meet_are_seen():
     assert model.layers[0].mlp(torch.randn(2, 12, 4)).shape == (2, 12, 4)
 
 
-def test_edits_in_place_are_seen():
+def test_inplace_edit_raises():
     layer = OffloadedLayer()
     hidden = torch.randn(2, 3, requires_grad=True) * 1
     loss = layer(hidden).sum()
@@ -138,9 +138,9 @@ class OffloadedLayer(OffloadedInputs):
         return hidden**2
 
 
-def test_models_without_mlps_say_so():
+def test_models_without_mlps_raise():
     with pytest.raises(RankError, match="mlp_chunk_size = 8: the layers of OPTForCausalLM have no module"):
-        check_tiny_model(tiny_model("opt"), ConfigUnderTest(tp_size=2, mlp_chunk_size=8))
+        check_tiny_model(get_tiny_model("opt"), ConfigUnderTest(tp_size=2, mlp_chunk_size=8))
 
 
 @pytest.mark.parametrize(
@@ -155,6 +155,6 @@ def test_models_without_mlps_say_so():
         ({"offload_activations": 1, "recompute": "full"}, "offload_activations = 1: expected True or False"),
     ],
 )
-def test_impossible_fields_say_so(fields, match):
+def test_invalid_fields_raise(fields, match):
     with pytest.raises(ConfigError, match=match):
         MegatronConfig(**fields)

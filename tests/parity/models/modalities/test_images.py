@@ -1,4 +1,4 @@
-"""Models of images and text: rows with one image, two and none, on every axis, cut at every layer."""
+"""Parity tests of image-text models: samples with no, one and two images, all axes, every pipeline partition."""
 
 import functools
 
@@ -41,13 +41,13 @@ def named(layout):
     [{"tp_size": 2, "sequence_parallel": True}, {"dp_size": 2, "zero_stage": 3}, *PIPELINES],
     ids=named,
 )
-def test_layouts_equal_one_process(model_type, layout):
+def test_layouts_match_single_process(model_type, layout):
     comparison = check_tiny_model(tiny_model(model_type), ConfigUnderTest(**layout))
     assert comparison.passed, comparison.report()
 
 
 @pytest.mark.parametrize("model_type", TYPES)
-def test_every_cut_equals_one_process(model_type):
+def test_every_partition_matches_single_process(model_type):
     layers = tiny_model(model_type).config.text_config.num_hidden_layers
     for first in range(1, layers):
         layout = ConfigUnderTest(pp_size=2, num_microbatches=2, pipeline_partition=(first, layers - first))
@@ -60,25 +60,27 @@ def test_every_cut_equals_one_process(model_type):
     [
         ("gemma3", {"cp_size": 2, "dp_size": 2}),
         ("qwen2_5_vl", {"pp_size": 2, "cp_size": 2, "num_microbatches": 2, "recompute": "full"}),
-        # Features between layers; a tower that asks for masks of its own.
+        # Image features added between layers; a vision encoder that creates its own masks.
         ("qwen3_vl", {"tp_size": 2, "sequence_parallel": True, "cp_size": 2}),
         ("aria", {"pp_size": 2, "cp_size": 2, "num_microbatches": 2, "recompute": "full"}),
     ],
     ids=lambda value: value if isinstance(value, str) else named(value),
 )
-def test_shared_rows_with_images(model_type, layout):
+def test_images_with_context_parallelism(model_type, layout):
     comparison = check_tiny_model(tiny_model(model_type), ConfigUnderTest(**layout))
     assert comparison.passed, comparison.report()
 
 
-def test_features_that_shared_rows_leave_out_are_found():
-    def sabotage():
+def test_dropped_deepstack_features_are_detected():
+    def drop_deepstack_features():
         ContextStack.on_full_sequence = lambda self, function: lambda hidden, *args: hidden
 
-    assert not check_tiny_model(tiny_model("qwen3_vl"), ConfigUnderTest(cp_size=2), sabotage=sabotage).passed
+    assert not check_tiny_model(
+        tiny_model("qwen3_vl"), ConfigUnderTest(cp_size=2), sabotage=drop_deepstack_features
+    ).passed
 
 
-def generated(image_tiny_model, layout):
+def generate_tokens(image_tiny_model, layout):
     model = image_tiny_model.load() if layout is None else image_tiny_model.load(megatron_config=layout)
     batch = {name: value for name, value in image_tiny_model.batches[0].items() if name != "labels"}
     tokens = model.eval().generate(**batch, max_new_tokens=4, do_sample=False)
@@ -87,9 +89,9 @@ def generated(image_tiny_model, layout):
 
 @pytest.mark.parametrize("layout", [{"pp_size": 2}, {"dp_size": 2, "zero_stage": 3}], ids=named)
 @pytest.mark.parametrize("model_type", TYPES)
-def test_text_is_generated_about_images(model_type, layout):
-    expected = generated(tiny_model(model_type), None)
-    assert run_ranks(generated, 2, tiny_model(model_type), ConfigUnderTest(**layout)) == [expected] * 2
+def test_generation_matches_single_process(model_type, layout):
+    expected = generate_tokens(tiny_model(model_type), None)
+    assert run_ranks(generate_tokens, 2, tiny_model(model_type), ConfigUnderTest(**layout)) == [expected] * 2
 
 
 class FrozenEncoders(TinyModel):
@@ -101,7 +103,7 @@ class FrozenEncoders(TinyModel):
         return model
 
 
-def frozen(base):
+def freeze_encoders(base):
     return measured(FrozenEncoders(**vars(base)))
 
 
@@ -114,31 +116,31 @@ def frozen(base):
     ],
     ids=lambda layout: "+".join(f"{name}{value}" for name, value in layout.items()),
 )
-def test_frozen_towers(layout):
-    """As fine-tuning of the text alone does, with features between layers."""
+def test_frozen_vision_encoder_matches_single_process(layout):
+    """Fine-tuning of the text backbone only, with image features added between layers."""
     qwen3_vl = make_tiny_model(CONFIG_MAPPING["qwen3_vl"](), task="image", microbatches=2, min_layers=4, batch_size=4)
-    comparison = check_tiny_model(frozen(qwen3_vl), ConfigUnderTest(**layout))
+    comparison = check_tiny_model(freeze_encoders(qwen3_vl), ConfigUnderTest(**layout))
     assert comparison.passed, comparison.report()
 
 
 @pytest.mark.parametrize("model_type", TYPES)
-def test_images_of_another_row_are_found(model_type):
-    """The seeded fault: with as many images and placeholders of the same sizes."""
+def test_images_from_wrong_sample_are_detected(model_type):
+    """Seeded fault: images swapped between samples, with unchanged sizes and placeholders."""
     original = sample_index.rows_with_images
 
-    def sabotage():
-        def of_other(arguments, rows, config):
-            found = original(arguments, rows, config)
-            return found | ({"pixel_values": found["pixel_values"].flip(0)} if found else {})
+    def swap_image_inputs():
+        def swap_samples(arguments, rows, config):
+            image_inputs = original(arguments, rows, config)
+            return image_inputs | ({"pixel_values": image_inputs["pixel_values"].flip(0)} if image_inputs else {})
 
-        sample_index.rows_with_images = of_other
+        sample_index.rows_with_images = swap_samples
 
     layout = ConfigUnderTest(pp_size=2, num_microbatches=2)
-    comparison = check_tiny_model(tiny_model(model_type), layout, sabotage=sabotage)
+    comparison = check_tiny_model(tiny_model(model_type), layout, sabotage=swap_image_inputs)
     assert not comparison.passed and comparison.worst.value > 10
 
 
-def test_features_between_layers_stay_on_the_first_stage():
+def test_deepstack_layers_stay_on_the_first_stage():
     deep = make_tiny_model(CONFIG_MAPPING["qwen3_vl"](), task="image", microbatches=2, min_layers=4, batch_size=4)
     layers = deep.config.text_config.num_hidden_layers
     count = len(deep.config.vision_config.deepstack_visual_indexes)
@@ -156,12 +158,12 @@ def test_features_between_layers_stay_on_the_first_stage():
     run_ranks(load, 2)
 
 
-def test_a_count_of_placeholders_that_fits_no_image_is_refused():
-    model_tiny_model = tiny_model("gemma3")
+def test_image_placeholder_mismatch_raises():
+    gemma3 = tiny_model("gemma3")
 
     def call():
-        model = model_tiny_model.load(megatron_config=MegatronConfig(pp_size=2, num_microbatches=2))
-        batch = dict(model_tiny_model.batches[0])
+        model = gemma3.load(megatron_config=MegatronConfig(pp_size=2, num_microbatches=2))
+        batch = dict(gemma3.batches[0])
         batch["pixel_values"] = torch.cat([batch["pixel_values"], batch["pixel_values"][:1]])
         model(**batch)
 
@@ -169,21 +171,21 @@ def test_a_count_of_placeholders_that_fits_no_image_is_refused():
         run_ranks(call, 2)
 
 
-def test_tokens_that_are_ruled_out_and_heads_with_norms_of_their_own():
+def test_masked_tokens_and_per_head_norms():
     chameleon = make_tiny_model(CONFIG_MAPPING["chameleon"](), task="image", microbatches=2)
     layout = ConfigUnderTest(tp_size=2, sequence_parallel=True)
     comparison = check_tiny_model(chameleon, layout)
     assert comparison.passed, comparison.report()
 
-    def sabotage():
-        """The seeded fault: every rank rules the tokens out as if its rows were the first ones."""
+    def ignore_vocab_offset():
+        """Seeded fault: every rank masks tokens as if its vocabulary shard started at 0."""
         original = vocab_parallel_head.filling
         vocab_parallel_head.filling = lambda tokens, value, vocab_start: original(tokens, value, 0)
 
-    assert not check_tiny_model(chameleon, layout, sabotage=sabotage).passed
+    assert not check_tiny_model(chameleon, layout, sabotage=ignore_vocab_offset).passed
 
 
-def test_norms_by_the_statistics_of_a_batch_are_refused_for_parts_of_it():
+def test_batch_norm_on_microbatches_raises():
     emu3 = make_tiny_model(CONFIG_MAPPING["emu3"](), task="image")
 
     def call():

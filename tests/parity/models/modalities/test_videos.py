@@ -1,4 +1,4 @@
-"""Videos beside images: rows with one, two and none, in whole or frame by frame."""
+"""Parity tests of video inputs together with images: samples with no, one and two videos, full or frame by frame."""
 
 import functools
 
@@ -19,7 +19,7 @@ from tests.structure import ROOT
 
 
 @functools.lru_cache(maxsize=1)
-def tiny_model(model_type):
+def get_tiny_model(model_type):
     return make_tiny_model(CONFIG_MAPPING[model_type](), task="video", microbatches=2, min_layers=4, batch_size=4)
 
 
@@ -31,37 +31,39 @@ LAYOUTS = {
 
 
 @pytest.mark.parametrize("model_type", LAYOUTS)
-def test_layouts_equal_one_process(model_type):
-    comparison = check_tiny_model(tiny_model(model_type), ConfigUnderTest(**LAYOUTS[model_type]))
+def test_layouts_match_single_process(model_type):
+    comparison = check_tiny_model(get_tiny_model(model_type), ConfigUnderTest(**LAYOUTS[model_type]))
     assert comparison.passed, comparison.report()
 
 
-def test_videos_of_another_row_are_found():
-    """The seeded fault: with as many videos and placeholders of the same sizes."""
+def test_videos_from_wrong_sample_are_detected():
+    """Seeded fault: videos swapped between samples, with unchanged sizes and placeholders."""
     original = sample_index.rows_with_videos
 
-    def sabotage():
-        def of_other(arguments, rows, config):
-            found = original(arguments, rows, config)
-            return found | ({"pixel_values_videos": found["pixel_values_videos"].flip(0)} if found else {})
+    def swap_video_inputs():
+        def swap_samples(arguments, rows, config):
+            video_inputs = original(arguments, rows, config)
+            return video_inputs | (
+                {"pixel_values_videos": video_inputs["pixel_values_videos"].flip(0)} if video_inputs else {}
+            )
 
-        sample_index.rows_with_videos = of_other
+        sample_index.rows_with_videos = swap_samples
 
     layout = ConfigUnderTest(pp_size=2, num_microbatches=2)
-    comparison = check_tiny_model(tiny_model("llava_onevision"), layout, sabotage=sabotage)
+    comparison = check_tiny_model(get_tiny_model("llava_onevision"), layout, sabotage=swap_video_inputs)
     assert not comparison.passed and comparison.worst.value > 10
 
 
-def test_types_without_a_known_form_say_so():
-    """A twin is refused rather than compared without videos."""
+def test_types_without_video_inputs_raise():
+    """No tiny model is built, instead of a comparison without videos."""
     with pytest.raises(ValueError, match="accepts no videos in a known format"):
         make_tiny_model(CONFIG_MAPPING["gemma3"](), task="video")
 
 
-def test_pipelines_refuse_videos_of_types_that_were_not_compared_with_them(monkeypatch):
-    rows = tuple(row | {"modalities": ["images"]} for row in verified.records())
-    monkeypatch.setattr(verified, "records", lambda: rows)
-    llava = tiny_model("llava_onevision")
+def test_pipeline_videos_for_unverified_types_raises(monkeypatch):
+    records = tuple(row | {"modalities": ["images"]} for row in verified.records())
+    monkeypatch.setattr(verified, "records", lambda: records)
+    llava = get_tiny_model("llava_onevision")
 
     def call():
         model = llava.load(megatron_config=MegatronConfig(pp_size=2, num_microbatches=2))
@@ -71,9 +73,9 @@ def test_pipelines_refuse_videos_of_types_that_were_not_compared_with_them(monke
         run_ranks(call, 2)
 
 
-def test_a_batch_that_videos_do_not_reach_is_no_batch_of_videos():
-    """The check of twins itself: a model that ignores its videos makes none."""
-    model = tiny_model("llava_onevision").load()
+def test_video_batch_with_ignored_videos_raises():
+    """The batch builder rejects a model whose output does not depend on its videos."""
+    model = get_tiny_model("llava_onevision").load()
     original = type(model).forward
 
     class Blind(type(model)):
@@ -87,12 +89,12 @@ def test_a_batch_that_videos_do_not_reach_is_no_batch_of_videos():
         make_multimodal_batch(model, videos=True)
 
 
-def test_the_page_names_the_types_that_were_compared_with_videos():
+def test_docs_list_verified_video_types():
     compared = {}
     for row in verified.records():
         if row["passed"] and "videos" in row.get("modalities", ()):
             compared.setdefault(row["model_type"], set()).add(row["layout"])
     page = (ROOT / "docs" / "images.md").read_text(encoding="utf-8")
     stated = page.partition("Videos were compared")[2].partition("\n\n")[0]
-    named = set(stated.split("`")[1::2])
-    assert named == {name for name, layouts in compared.items() if layouts >= {"tp", "tp+sp", "pp"}} and named
+    listed = set(stated.split("`")[1::2])
+    assert listed == {name for name, layouts in compared.items() if layouts >= {"tp", "tp+sp", "pp"}} and listed
