@@ -1,4 +1,4 @@
-"""Tests of the tests: each seeded fault must make the comparison fail."""
+"""Tests of the parity check: each seeded fault must make the comparison fail."""
 
 import pytest
 import torch
@@ -37,7 +37,7 @@ def scale_gradient_by_tp():
     collectives._Copy.backward = staticmethod(backward)
 
 
-def shift_labels_by_one_more():
+def shift_labels_twice():
     original = vocab_parallel_head.ShardedLogits.cross_entropy
 
     def cross_entropy(self, targets, **kwargs):
@@ -50,61 +50,61 @@ def slice_instead_of_reduce_scatter():
     collectives.reduce_scatter = lambda tensor, dim, group: collectives.take_shard(tensor, dim, group).contiguous()
 
 
-def gather_gradient_is_a_slice():
+def slice_gathered_gradient():
     original = region.gather_from_ranks
     region.gather_from_ranks = lambda *args, sum_gradient=False: original(*args, sum_gradient=False)
 
 
-def forget_the_sum_over_norms():
+def skip_norm_gradient_sum():
     from hf_megatron.tensor_parallel import local_parameters
 
     local_parameters.local_view = lambda parameter, group=None: parameter.to_local()
 
 
-TENSOR_PARALLEL = [drop_forward_all_reduce, drop_backward_all_reduce, scale_gradient_by_tp, shift_labels_by_one_more]
+TENSOR_PARALLEL = [drop_forward_all_reduce, drop_backward_all_reduce, scale_gradient_by_tp, shift_labels_twice]
 SEQUENCE_PARALLEL = [
     drop_backward_all_reduce,
     scale_gradient_by_tp,
-    shift_labels_by_one_more,
+    shift_labels_twice,
     slice_instead_of_reduce_scatter,
-    gather_gradient_is_a_slice,
-    forget_the_sum_over_norms,
+    slice_gathered_gradient,
+    skip_norm_gradient_sum,
 ]
 
 
 @pytest.mark.parametrize("fault", TENSOR_PARALLEL, ids=lambda fault: fault.__name__)
-def test_tensor_parallel_fault_is_found(tiny_model, fault):
+def test_tensor_parallel_fault_is_detected(tiny_model, fault):
     [layout] = parse_layouts("tp2")
     assert not check_tiny_model(tiny_model, layout, sabotage=fault).passed
 
 
-def test_tensor_parallel_is_equal_without_a_fault(tiny_model):
+def test_tensor_parallel_without_fault_passes(tiny_model):
     [layout] = parse_layouts("tp2")
     assert check_tiny_model(tiny_model, layout).passed
 
 
 @pytest.mark.parametrize("fault", SEQUENCE_PARALLEL, ids=lambda fault: fault.__name__)
-def test_sequence_parallel_fault_is_found(tiny_model, fault):
+def test_sequence_parallel_fault_is_detected(tiny_model, fault):
     [layout] = parse_layouts("tp2+sp")
     assert not check_tiny_model(tiny_model, layout, sabotage=fault).passed
 
 
-def test_sequence_parallel_is_equal_without_a_fault(tiny_model):
+def test_sequence_parallel_without_fault_passes(tiny_model):
     [layout] = parse_layouts("tp2+sp")
     assert check_tiny_model(tiny_model, layout).passed
 
 
-def test_missing_copies_sum_is_found():
-    """Four ranks share one KV head; without the sum each keeps a quarter of its gradient."""
+def test_missing_kv_copies_sum_is_detected():
+    """Four ranks hold copies of one KV head; without the sum each keeps a quarter of its gradient."""
     tiny_model = make_tiny_model(CONFIG_MAPPING["llama"](), changes={"num_key_value_heads": 1})
     [layout] = parse_layouts("tp4")
 
-    def forget():
+    def skip_copies_sum():
         from hf_megatron.tensor_parallel.linear import ParallelLinear
 
         ParallelLinear.copies_group = property(lambda self: None)
 
-    comparison = check_tiny_model(tiny_model, layout, sabotage=forget)
+    comparison = check_tiny_model(tiny_model, layout, sabotage=skip_copies_sum)
     assert not comparison.passed
     assert "k_proj" in comparison.worst.quantity or "v_proj" in comparison.worst.quantity
 
@@ -114,18 +114,18 @@ def test_missing_copies_sum_is_found():
 
 @pytest.fixture(scope="module")
 def uneven_tiny_model():
-    """Five rows: dp ranks with unequal numbers of rows and labels."""
+    """Five samples: dp ranks have unequal numbers of samples and labels."""
     return make_tiny_model(CONFIG_MAPPING["llama"](), microbatches=2, batch_size=5)
 
 
-def last_rank_left_out_of_the_reduction():
+def drop_last_rank_gradients():
     original = Bucket.seal_buffer
 
     def seal_buffer(self):
-        rows = original(self)
+        buffer = original(self)
         if torch.distributed.get_rank() == torch.distributed.get_world_size() - 1:
-            rows[:, : self.width].zero_()
-        return rows
+            buffer[:, : self.width].zero_()
+        return buffer
 
     Bucket.seal_buffer = seal_buffer
 
@@ -137,14 +137,14 @@ def sum_instead_of_average():
     )
 
 
-def own_denominator_instead_of_the_global_one():
+def use_local_denominator():
     from hf_megatron.losses.batch_loss import BatchLoss
 
     BatchLoss._mean = lambda self, total, terms, at_least=0: total / terms
 
 
-def forget_another_ranks_weights():
-    class Forgetful(AllGather):
+def zero_gathered_weights():
+    class ZeroingAllGather(AllGather):
         def __init__(self, rows, group):
             super().__init__(rows, group)
             self.rows = rows
@@ -153,49 +153,49 @@ def forget_another_ranks_weights():
             super().wait()
             self.rows[1 - torch.distributed.get_rank()].zero_()
 
-    param_gather.AllGather = Forgetful
+    param_gather.AllGather = ZeroingAllGather
 
 
-def never_publish():
+def skip_param_all_gather():
     distributed_optimizer.ShardedOptimizer.publish = lambda self: None
 
 
-def drop_the_earlier_microbatches():
+def drop_earlier_microbatches():
     original = Slot.scatter_into
     Slot.scatter_into = lambda self, rows, local_parameters, *, factor, add: original(
         self, rows, local_parameters, factor=factor, add=False
     )
 
 
-def count_what_tp_ranks_repeat_twice():
+def count_replicated_gradients_twice():
     grad_norm._distinct = lambda tensor: 2
 
 
-def forget_the_sum_over_replicas():
+def skip_replica_all_reduce():
     grad_reducer.sum_over = lambda tensor, group: tensor
 
 
 DATA_PARALLEL = [
-    (last_rank_left_out_of_the_reduction, "dp2"),
-    (last_rank_left_out_of_the_reduction, "dp2+zero0"),
+    (drop_last_rank_gradients, "dp2"),
+    (drop_last_rank_gradients, "dp2+zero0"),
     (sum_instead_of_average, "dp2"),
-    (own_denominator_instead_of_the_global_one, "dp2"),
-    (own_denominator_instead_of_the_global_one, "dp2+zero3"),
-    (forget_another_ranks_weights, "dp2"),
-    (never_publish, "dp2"),
-    (drop_the_earlier_microbatches, "dp2"),
-    (count_what_tp_ranks_repeat_twice, "tp2+dp2"),
-    (forget_the_sum_over_replicas, "dp4+replicas2"),
+    (use_local_denominator, "dp2"),
+    (use_local_denominator, "dp2+zero3"),
+    (zero_gathered_weights, "dp2"),
+    (skip_param_all_gather, "dp2"),
+    (drop_earlier_microbatches, "dp2"),
+    (count_replicated_gradients_twice, "tp2+dp2"),
+    (skip_replica_all_reduce, "dp4+replicas2"),
 ]
 
 
 @pytest.mark.parametrize(("fault", "layout"), DATA_PARALLEL, ids=lambda value: getattr(value, "__name__", value))
-def test_data_parallel_fault_is_found(uneven_tiny_model, fault, layout):
+def test_data_parallel_fault_is_detected(uneven_tiny_model, fault, layout):
     [config] = parse_layouts(layout)
     assert not check_tiny_model(uneven_tiny_model, config, sabotage=fault).passed
 
 
 @pytest.mark.parametrize("layout", sorted({layout for _, layout in DATA_PARALLEL}))
-def test_data_parallel_is_equal_without_a_fault(uneven_tiny_model, layout):
+def test_data_parallel_without_fault_passes(uneven_tiny_model, layout):
     [config] = parse_layouts(layout)
     assert check_tiny_model(uneven_tiny_model, config).passed

@@ -1,4 +1,4 @@
-"""`python -m tests.fuzz`."""
+"""Command line interface: `python -m tests.fuzz`."""
 
 from pathlib import Path
 from typing import Annotated

@@ -1,4 +1,4 @@
-"""A run of the fuzzer: cases by number, one line of a log each, what differs shrunk and written down as a script."""
+"""Fuzzing campaign: runs numbered cases, logs one line per case, and shrinks failures to reproduction scripts."""
 
 import json
 import time
@@ -17,12 +17,12 @@ from tests.fuzz.runner import run_cases
 from tests.fuzz.script import reproduction
 from tests.fuzz.shrinking import shrink
 
-# Cases that are drawn at a time, so that many share a fork.
+# Number of cases drawn at a time, so that many share a fork.
 _DRAWN = 48
 
 
 def read_log(file: Path) -> list[dict[str, Any]]:
-    """Reads a log; a line that was cut off by a kill is left out."""
+    """Reads a log and skips a line truncated by a kill."""
     rows = []
     for line in file.read_text(encoding="utf-8").splitlines() if file.exists() else []:
         if line.endswith("}"):
@@ -30,7 +30,7 @@ def read_log(file: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def _numbers(done: set[int], cases: int | None) -> Iterator[int]:
+def _iter_numbers(done: set[int], cases: int | None) -> Iterator[int]:
     number = 0
     while cases is None or number < cases:
         if number not in done:
@@ -51,27 +51,27 @@ def run_campaign(
     shrinks: bool = True,
     echo: Callable[[str], Any] = print,
 ) -> list[dict[str, Any]]:
-    """Runs random cases against one process; returns a row of each that was run now.
+    """Compares random cases with single-process runs; returns a row for each case run now.
 
     Args:
-        seed (`int`): of the cases; a case depends on it and on its number alone.
-        cases (`int`, *optional*): the run ends with this number.
-        minutes (`float`, *optional*): the run ends after this time.
-        log (`Path`, *optional*): JSON lines, appended to; the numbers in it are not run again.
-        only: model types and habits that are drawn.
-        layouts: that are drawn, such as `"tp2"` and `"dp2+zero3"`.
-        scripts (`Path`, *optional*): the folder of the reproduction scripts; printed if there is none.
-        timeout (`float`): seconds of one case.
-        shrinks (`bool`): makes failing cases simpler.
+        seed (`int`): seed of the cases; a case depends only on it and on its number.
+        cases (`int`, *optional*): number of cases after which the run ends.
+        minutes (`float`, *optional*): time after which the run ends.
+        log (`Path`, *optional*): file of JSON lines to append to; cases in it are not run again.
+        only: model types and loop patterns to draw from.
+        layouts: layouts to draw from, such as `"tp2"` and `"dp2+zero3"`.
+        scripts (`Path`, *optional*): folder for reproduction scripts, which are printed without one.
+        timeout (`float`): seconds per case.
+        shrinks (`bool`): shrinks failing cases.
 
     Raises:
-        ConfigError: a name in `only` or `layouts` that is none.
+        ConfigError: unknown name in `only` or `layouts`.
     """
-    for names, known, what in ((only, {*MODELS, *LOOP_PATTERNS}, "only"), (layouts, set(LAYOUTS), "layouts")):
-        if wrong := [name for name in names if name not in known]:
-            raise ConfigError(f"{what}: {wrong[0]!r} is none of {', '.join(sorted(known))}.")
+    for names, allowed, what in ((only, {*MODELS, *LOOP_PATTERNS}, "only"), (layouts, set(LAYOUTS), "layouts")):
+        if wrong := [name for name in names if name not in allowed]:
+            raise ConfigError(f"{what}: {wrong[0]!r} is none of {', '.join(sorted(allowed))}.")
     done = {row["number"] for row in read_log(log) if row["seed"] == seed} if log else set()
-    numbers, end = _numbers(done, cases), time.monotonic() + 60 * minutes if minutes else None
+    numbers, end = _iter_numbers(done, cases), time.monotonic() + 60 * minutes if minutes else None
     rows: list[dict[str, Any]] = []
     while end is None or time.monotonic() < end:
         drawn = [(number, draw_case(seed, number, only, layouts)) for number in islice(numbers, _DRAWN)]
@@ -93,7 +93,7 @@ def run_campaign(
 
 
 def one_line(case: dict[str, Any]) -> str:
-    """Returns a case in one line."""
+    """Formats a case in one line."""
     layout = "+".join(f"{name}={value}" for name, value in case["layout"].items())
     words = (case["type"], case["task"], case["dtype"], layout, case["loop"], case["way"])
     return " ".join((*words, " & ".join(case["habits"])))

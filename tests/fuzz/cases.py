@@ -1,4 +1,4 @@
-"""A case: model, layout, habits, batches and way in, drawn from a seed and a number."""
+"""Cases: model, layout, loop patterns, batches and load method, drawn from a seed and a number."""
 
 import math
 import random
@@ -18,7 +18,7 @@ BATCH: Mapping[str, Any] = {
     "padding": "none",
     "mask": "some",
 }
-# Text of a layout -> its fields, and how often it is drawn.
+# Layout name -> fields, sampling weight.
 LAYOUTS: Mapping[str, tuple[Mapping[str, Any], int]] = {
     "tp2": ({"tp_size": 2}, 4),
     "tp2+sp": ({"tp_size": 2, "sequence_parallel": True}, 2),
@@ -33,7 +33,7 @@ LAYOUTS: Mapping[str, tuple[Mapping[str, Any], int]] = {
     "tp2+dp2": ({"tp_size": 2, "dp_size": 2}, 1),
     "dp2+pp2": ({"dp_size": 2, "pp_size": 2}, 1),
     "dp3": ({"dp_size": 3}, 1),
-    # Drawn from the next change of the others on, so that seeds keep their cases.
+    # Weight 0 until the other weights change: existing seeds keep their cases.
     "cp2": ({"cp_size": 2}, 0),
     "cp2+zero3": ({"cp_size": 2, "zero_stage": 3}, 0),
     "tp2+sp+dp2+zero3": ({"tp_size": 2, "sequence_parallel": True, "dp_size": 2, "zero_stage": 3}, 1),
@@ -41,12 +41,12 @@ LAYOUTS: Mapping[str, tuple[Mapping[str, Any], int]] = {
 
 
 def ranks_of(layout: Mapping[str, Any]) -> int:
-    """Counts the ranks of a layout."""
+    """Returns the number of ranks of a layout."""
     return math.prod(layout.get(f"{axis}_size", 1) for axis in ("tp", "cp", "pp", "dp"))
 
 
 def fits(case: Mapping[str, Any], name: str) -> bool:
-    """Tells whether a habit makes sense for a case's model, loop and layout."""
+    """Returns whether a loop pattern applies to a case's model and kind of loop."""
     loop_pattern = LOOP_PATTERNS[name]
     if case["loop"] == "trainer" and (
         loop_pattern.loop or not loop_pattern.made or loop_pattern.before_step or loop_pattern.after_step
@@ -56,22 +56,24 @@ def fits(case: Mapping[str, Any], name: str) -> bool:
 
 
 def together(names: Sequence[str], layout: Mapping[str, Any]) -> bool:
-    """Tells whether habits take different places, and mean the same loss on a layout."""
+    """Returns whether loop patterns override different steps and agree on the loss of a layout."""
     taken: set[str] = set()
     loop_patterns = patterns_of(names)
     has_parts = layout.get("dp_size", 1) > 1 and any(loop_pattern.local for loop_pattern in loop_patterns)
     if has_parts and any(loop_pattern.of_full for loop_pattern in loop_patterns):
         return False
     for loop_pattern in loop_patterns:
-        own = {place for place in ("forward", "backward", "step", "clear", "batch") if getattr(loop_pattern, place)}
-        if taken & own:
+        overrides = {
+            place for place in ("forward", "backward", "step", "clear", "batch") if getattr(loop_pattern, place)
+        }
+        if taken & overrides:
             return False
-        taken |= own
+        taken |= overrides
     return True
 
 
 def simple_case(layout: str, loop_pattern: str, model: str = "llama", **changes: Any) -> dict[str, Any]:
-    """Makes the case of one habit on one layout."""
+    """Returns a case with one loop pattern on one layout."""
     case = simplest(model) | {
         "layout": dict(LAYOUTS[layout][0]),
         "habits": [loop_pattern],
@@ -87,11 +89,11 @@ def simple_case(layout: str, loop_pattern: str, model: str = "llama", **changes:
 
 
 def draw_case(seed: int, number: int, only: Sequence[str] = (), layouts: Sequence[str] = ()) -> dict[str, Any]:
-    """Draws a case, which depends on its arguments alone.
+    """Draws a case, which depends only on its arguments.
 
     Args:
-        seed, number (`int`): of the case.
-        only: model types and habits that are drawn; all by default.
+        seed, number (`int`): seed and number of the case.
+        only: model types and loop patterns to draw from; all by default.
         layouts: names in `LAYOUTS`; all by default.
     """
     chance = random.Random(f"{seed}/{number}")
@@ -99,7 +101,7 @@ def draw_case(seed: int, number: int, only: Sequence[str] = (), layouts: Sequenc
     chosen = list(layouts) or list(LAYOUTS)
     case = draw_features(chance, models)
     if not layouts and case["task"] != "causal" and chance.random() < 0.95:
-        # Hardly ever open to pipelines.
+        # Few of these models support pipelines.
         chosen = [name for name in chosen if "pp" not in name]
     layout = chance.choices(chosen, [LAYOUTS[name][1] for name in chosen])[0]
     case["layout"] = dict(LAYOUTS[layout][0])
@@ -124,9 +126,9 @@ def draw_case(seed: int, number: int, only: Sequence[str] = (), layouts: Sequenc
     case["seed"] = chance.randrange(1_000_000)
     case["rate"] = 1.0
     possible = [name for name in LOOP_PATTERNS if fits(case, name) and not LOOP_PATTERNS[name].slow]
-    asked = [name for name in possible if name in only]
-    loop_patterns = [chance.choice(asked or possible)]
-    if not asked and chance.random() < 0.4:
+    requested = [name for name in possible if name in only]
+    loop_patterns = [chance.choice(requested or possible)]
+    if not requested and chance.random() < 0.4:
         second = chance.choice(possible)
         if second not in loop_patterns and together([*loop_patterns, second], case["layout"]):
             loop_patterns.append(second)
@@ -135,6 +137,6 @@ def draw_case(seed: int, number: int, only: Sequence[str] = (), layouts: Sequenc
 
 
 def draws(case: Mapping[str, Any]) -> bool:
-    """Tells whether a case is random, so that only its ranks can be compared."""
+    """Returns whether a case is random, so that only its ranks can be compared."""
     loop_patterns = patterns_of(case["habits"])
     return is_random(case["config"]) or any(loop_pattern.random for loop_pattern in loop_patterns)

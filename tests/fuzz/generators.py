@@ -1,4 +1,4 @@
-"""Models and batches of a case, drawn from its seed."""
+"""Random models and batches of a case, drawn from its seed."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -11,13 +11,13 @@ from tests.fuzz.pattern import LoopPattern
 
 
 def config_of(case: Mapping[str, Any], loop_patterns: Sequence[LoopPattern]) -> Any:
-    """Makes the config of a case's model."""
+    """Returns the config of a case's model, changed by its loop patterns."""
     changes = {name: value for loop_pattern in loop_patterns for name, value in loop_pattern.changes.items()}
     return transformers.AutoConfig.for_model(case["type"], **{**case["config"], **changes})
 
 
 def draw_model(case: Mapping[str, Any], loop_patterns: Sequence[LoopPattern], folder: str) -> None:
-    """Saves a model with drawn weights: no norm is all ones and no bias all zeros."""
+    """Saves a model with random weights, including norms and biases."""
     torch.manual_seed(case["seed"])
     config = config_of(case, loop_patterns)
     model = getattr(transformers, case["class"]).from_config(config)
@@ -33,31 +33,31 @@ def draw_model(case: Mapping[str, Any], loop_patterns: Sequence[LoopPattern], fo
 
 
 def batches_of(case: Mapping[str, Any], loop_patterns: Sequence[LoopPattern]) -> list[list[dict[str, Tensor]]]:
-    """Draws the microbatches of each step, whole: `input_ids`, `attention_mask`, `labels` of `[rows, length]`."""
-    wanted = {
+    """Draws the global microbatches of each step: `input_ids`, `attention_mask` and `labels` of `[batch, length]`."""
+    batch_config = {
         **case["batch"],
         **{name: value for loop_pattern in loop_patterns for name, value in loop_pattern.batch.items()},
     }
     generator = torch.Generator().manual_seed(case["seed"] + 1)
     steps = []
-    for step in range(wanted["steps"]):
-        count = wanted["accumulation"]
-        rows = [wanted["rows"] + (2 * index if wanted["uneven"] else 0) for index in range(count)]
-        if step == wanted["steps"] - 1:
-            rows[-1] = wanted["last_rows"] or rows[-1]
-        steps.append([_batch(case, wanted, number, generator) for number in rows])
+    for step in range(batch_config["steps"]):
+        count = batch_config["accumulation"]
+        batch_sizes = [batch_config["rows"] + (2 * index if batch_config["uneven"] else 0) for index in range(count)]
+        if step == batch_config["steps"] - 1:
+            batch_sizes[-1] = batch_config["last_rows"] or batch_sizes[-1]
+        steps.append([_draw_batch(case, batch_config, batch_size, generator) for batch_size in batch_sizes])
     return steps
 
 
-def _batch(case: Mapping[str, Any], wanted: Mapping[str, Any], rows: int, generator: torch.Generator) -> dict:
+def _draw_batch(case: Mapping[str, Any], wanted: Mapping[str, Any], rows: int, generator: torch.Generator) -> dict:
     length = wanted["length"]
     ids = torch.randint(3, case["config"]["vocab_size"], (rows, length), generator=generator)
-    seen = torch.ones_like(ids)
+    attention_mask = torch.ones_like(ids)
     if wanted["padding"] != "none":
         padding = length // 3
-        seen[-1, slice(0, padding) if wanted["padding"] == "left" else slice(length - padding, None)] = 0
-        ids[seen == 0] = 0
-    batch = {"input_ids": ids, "attention_mask": seen}
+        attention_mask[-1, slice(0, padding) if wanted["padding"] == "left" else slice(length - padding, None)] = 0
+        ids[attention_mask == 0] = 0
+    batch = {"input_ids": ids, "attention_mask": attention_mask}
     if case["task"] == "classification":
         return batch | {"labels": torch.randint(3, (rows,), generator=generator)}
     labels = ids.clone()
@@ -74,8 +74,8 @@ def _batch(case: Mapping[str, Any], wanted: Mapping[str, Any], rows: int, genera
         ignored[:, :2] = ignored[:, -2:] = True
     elif wanted["mask"] == "none":
         ignored[:] = False
-    # Never nothing at all, which is no number in one process either.
+    # Keep some labels: the mean over none is NaN in a single process too.
     ignored[-1, length // 2 : length // 2 + 2] = False
     if case["task"] != "seq2seq":
-        ignored |= seen == 0
+        ignored |= attention_mask == 0
     return batch | {"labels": labels.masked_fill(ignored, -100)}

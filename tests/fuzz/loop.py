@@ -1,6 +1,6 @@
-"""One training loop that runs alike in one process and on the ranks of a layout, with places where habits change it.
+"""Training loop for a single process and for the ranks of a layout, with hooks for loop patterns.
 
-The reproduction scripts of `python -m tests.fuzz` carry the text of this file. It imports only public names of
+The reproduction scripts of `python -m tests.fuzz` contain the source of this file. It imports only public names of
 this library.
 """
 
@@ -23,8 +23,8 @@ from tests.fuzz.generators import batches_of, config_of
 from tests.fuzz.pattern import LoopPattern
 
 
-def number(value: Any) -> float:
-    """Returns what a user prints of a scalar."""
+def to_float(value: Any) -> float:
+    """Converts a scalar tensor or number to `float`."""
     return float(value.detach() if isinstance(value, Tensor) else value)
 
 
@@ -32,14 +32,14 @@ class Loop:
     """A training loop.
 
     Args:
-        case: what `cases.draw_case` makes.
-        habits: what the loop does differently.
-        folder: of the model; with `case["way"] == "from_config"` the drawn model is saved there.
-        on_ranks (`bool`): lays the model out.
+        case: case drawn by `cases.draw_case`.
+        loop_patterns: patterns that change the loop.
+        folder: folder of the model; with `case["way"] == "from_config"` the random model is saved there.
+        on_ranks (`bool`): parallelizes the model.
 
     Attributes:
-        steps: that have changed weights.
-        logged: names and numbers, in order.
+        steps: number of optimizer steps done.
+        logged: names and values, in order.
     """
 
     def __init__(self, case: Mapping[str, Any], loop_patterns: Sequence[LoopPattern], folder: str, on_ranks: bool):
@@ -53,21 +53,21 @@ class Loop:
         self.steps = 0
         self.logged: list[tuple[str, float]] = []
         self.accelerator: Any = None
-        # What habits remember between two places.
+        # State that patterns keep between hooks.
         self.kept: dict[str, Any] = {}
         self.random = any(loop_pattern.random for loop_pattern in loop_patterns)
 
     def log(self, name: str, value: Any) -> None:
-        """Notes a number that every rank has to have as one process has it."""
-        self.logged.append((name, number(value)))
+        """Logs a value that must match the single-process run on every rank."""
+        self.logged.append((name, to_float(value)))
 
     def log_loss(self, name: str, loss: Tensor) -> None:
-        """Notes a loss, which with some habits is this rank's part of it."""
+        """Logs a loss, which some patterns compute as a local term of the global loss."""
         local = any(loop_pattern.local for loop_pattern in self.loop_patterns)
         self.log(name, self.total(loss) / self.dp_size if local else loss)
 
     def total(self, value: Tensor) -> Tensor:
-        """Sums what each data parallel rank has of its own rows, as loops over ranks have to."""
+        """Sums a local value over the data-parallel ranks."""
         if self.dp_size == 1:
             return value
         value = value.detach().clone()
@@ -75,11 +75,11 @@ class Loop:
         return value / self.replica_ranks
 
     def load(self) -> None:
-        """Makes the model, on ranks with the case's layout."""
+        """Loads the model, parallelized with the case's layout on ranks."""
         builder = getattr(transformers, self.case["class"])
         arguments: dict[str, Any] = {"dtype": getattr(torch, self.case["dtype"])}
         if self.case["dtype"] == "float64":
-            # torch's grouped product takes no doubles.
+            # The grouped matmul of torch does not support float64.
             arguments["experts_implementation"] = "eager"
         if self.on_ranks:
             layout = self.case["layout"]
@@ -95,54 +95,61 @@ class Loop:
 
     @torch.no_grad()
     def _disturb(self, seed: int) -> None:
-        """Rounds the weights otherwise."""
+        """Perturbs the weights by rounding errors."""
         generator = torch.Generator().manual_seed(seed)
         for parameter in self.model.parameters():
             noise = 2 * torch.rand(parameter.shape, generator=generator) - 1
             parameter.mul_(1 + torch.finfo(parameter.dtype).eps * noise.to(parameter.dtype))
 
+<<<<<<< HEAD
     def make_optimizer(self, parameters: Any) -> torch.optim.Optimizer:
         """Makes the case's optimizer, not prepared yet."""
+=======
+    def get_optimizer_state(self, parameters: Any) -> torch.optim.Optimizer:
+        """Creates the case's optimizer without preparing it."""
+>>>>>>> 7d51fd48e329691917215af3f67396db7ec7eef9
         if self.case["optimizer"] == "adamw":
             return torch.optim.AdamW(parameters, lr=self.case["rate"] * 1e-2, eps=1e-4)
         return torch.optim.SGD(parameters, lr=self.case["rate"] / self.case["norm"], momentum=0.9, weight_decay=1e-2)
 
     def prepare(self, optimizer: torch.optim.Optimizer) -> Any:
-        """Prepares an optimizer as the kind of loop does."""
+        """Prepares an optimizer with Accelerate or this library, depending on the kind of loop."""
         if self.accelerator is not None:
             return self.accelerator.prepare(optimizer)
         return prepare_optimizer(optimizer) if self.on_ranks else optimizer
 
     def parameters(self) -> list[nn.Parameter]:
-        """Lists the parameters that train."""
+        """Returns the trainable parameters."""
         return [parameter for parameter in self.model.parameters() if parameter.requires_grad]
 
     def vocabulary(self) -> list[nn.Parameter]:
-        """Lists the matrices with a row for each token: embeddings and a head."""
-        rows = self.model.config.get_text_config().vocab_size
-        return [parameter for parameter in self.model.parameters() if parameter.dim() == 2 and len(parameter) == rows]
+        """Returns the weights `[vocabulary, hidden]` of embeddings and LM head."""
+        vocab_size = self.model.config.get_text_config().vocab_size
+        return [
+            parameter for parameter in self.model.parameters() if parameter.dim() == 2 and len(parameter) == vocab_size
+        ]
 
     def local_samples(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Cuts out the rows that this data parallel rank sees."""
+        """Returns the samples of this data-parallel rank."""
         return {name: value.tensor_split(self.dp_size)[self.dp_rank] for name, value in batch.items()}
 
     def all(self, place: str) -> None:
-        """Lets every habit act at a place."""
+        """Calls the hooks of all patterns for `place`."""
         for loop_pattern in self.loop_patterns:
             if getattr(loop_pattern, place) is not None:
                 getattr(loop_pattern, place)(self)
 
-    def instead(self, place: str, plain: Callable[..., Any], *arguments: Any) -> Any:
-        """Lets the first habit that knows a place act there, else the plain way."""
-        own = [
+    def call_override(self, place: str, plain: Callable[..., Any], *arguments: Any) -> Any:
+        """Calls the first pattern that overrides `place`, or the plain implementation."""
+        overrides = [
             getattr(loop_pattern, place)
             for loop_pattern in self.loop_patterns
             if getattr(loop_pattern, place) is not None
         ]
-        return own[0](self, *arguments) if own else plain(*arguments)
+        return overrides[0](self, *arguments) if overrides else plain(*arguments)
 
     def evaluate(self) -> Tensor:
-        """Returns the loss of one whole batch, the same on every rank; the model trains on afterwards."""
+        """Returns the evaluation loss of one global batch, equal on all ranks; resets the model to training mode."""
         self.model.eval()
         with torch.no_grad():
             loss = self.model(**self.batches[0][0]).loss
@@ -150,7 +157,7 @@ class Loop:
         return loss
 
     def run(self) -> None:
-        """Trains."""
+        """Runs the full training loop."""
         if self.random:
             torch.manual_seed(1234 + self.rank)
         self.load()
@@ -168,23 +175,25 @@ class Loop:
             self.optimizer = self.prepare(self.make_optimizer(self.parameters()))
             self.all("prepared")
             for microbatches in self.batches:
-                self.window(microbatches)
+                self.run_step(microbatches)
 
-    def window(self, microbatches: list[dict[str, Tensor]]) -> None:
+    def run_step(self, microbatches: list[dict[str, Tensor]]) -> None:
         """Runs one optimizer step."""
         for index, batch in enumerate(microbatches):
             with self.not_the_last(index < len(microbatches) - 1):
-                loss = self.instead("forward", self.plain_forward, self.local_samples(batch))
+                loss = self.call_override("forward", self.plain_forward, self.local_samples(batch))
                 self.log_loss("loss", loss)
-                self.instead("backward", self.plain_backward, loss if self.accelerator else loss / len(microbatches))
+                self.call_override(
+                    "backward", self.plain_backward, loss if self.accelerator else loss / len(microbatches)
+                )
         self.all("before_step")
-        self.instead("step", self.optimizer.step)
+        self.call_override("step", self.optimizer.step)
         self.steps += 1
-        self.instead("clear", self.optimizer.zero_grad)
+        self.call_override("clear", self.optimizer.zero_grad)
         self.all("after_step")
 
     def not_the_last(self, waits: bool) -> Any:
-        """Opens what a loop over microbatches opens around all but the last."""
+        """Returns the context of a microbatch: `no_sync` for all but the last, or Accelerate's `accumulate`."""
         if self.accelerator is not None:
             return self.accelerator.accumulate(self.model)
         return self.model.no_sync() if waits and self.dp_size > 1 else contextlib.nullcontext()
@@ -194,27 +203,27 @@ class Loop:
         return self.model(**batch).loss
 
     def plain_backward(self, loss: Tensor) -> None:
-        """Runs backward as the kind of loop does."""
+        """Runs backward directly or through Accelerate."""
         loss.backward() if self.accelerator is None else self.accelerator.backward(loss)
 
     def train_with_trainer(self) -> None:
-        """Trains with stock Trainer and logs what it logs."""
-        rows = [
-            {name: value[row] for name, value in batch.items()}
+        """Trains with stock Trainer and copies its log."""
+        samples = [
+            {name: value[index] for name, value in batch.items()}
             for microbatches in self.batches
             for batch in microbatches
-            for row in range(len(batch["labels"]))
+            for index in range(len(batch["labels"]))
         ]
-        wanted = self.case["batch"]
-        size = max(1, wanted["rows"] // self.dp_size)
+        batch_config = self.case["batch"]
+        size = max(1, batch_config["rows"] // self.dp_size)
         arguments = transformers.TrainingArguments(
             output_dir=self.folder + "_trainer",
             use_cpu=True,
             report_to=[],
-            max_steps=wanted["steps"],
+            max_steps=batch_config["steps"],
             per_device_train_batch_size=size,
             per_device_eval_batch_size=size,
-            gradient_accumulation_steps=wanted["accumulation"],
+            gradient_accumulation_steps=batch_config["accumulation"],
             optim="sgd",
             learning_rate=self.case["rate"] / self.case["norm"],
             lr_scheduler_type="constant",
@@ -224,7 +233,7 @@ class Loop:
             disable_tqdm=True,
         )
         trainer = transformers.Trainer(
-            self.model, arguments, train_dataset=rows, eval_dataset=rows[: 2 * wanted["rows"]]
+            self.model, arguments, train_dataset=samples, eval_dataset=samples[: 2 * batch_config["rows"]]
         )
         trainer.remove_callback(transformers.PrinterCallback)
         trainer.train()
@@ -236,29 +245,29 @@ class Loop:
         self.log("eval_loss", trainer.evaluate()["eval_loss"])
 
 
-def fingerprints(model: nn.Module) -> dict[str, int]:
-    """Says in a number what this rank holds of each parameter; equal keys on two ranks are to have equal numbers."""
-    found = {}
+def compute_fingerprints(model: nn.Module) -> dict[str, int]:
+    """Returns checksums of the local shards, which must be equal on ranks with the same shard (key)."""
+    checksums = {}
     for name, parameter in local_named_parameters(model):
         key, local = name, parameter.detach()
         if isinstance(parameter, DTensor):
-            places = zip(parameter.device_mesh.get_coordinate() or (), parameter.placements, strict=False)
-            own = [place for place, placement in places if not placement.is_replicate()]
-            key, local = f"{name}{own}", parameter.to_local().detach()
-        found[key] = (
+            shards = zip(parameter.device_mesh.get_coordinate() or (), parameter.placements, strict=False)
+            coordinates = [place for place, placement in shards if not placement.is_replicate()]
+            key, local = f"{name}{coordinates}", parameter.to_local().detach()
+        checksums[key] = (
             zlib.crc32(local.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()) if local.numel() else 0
         )
-    return found
+    return checksums
 
 
 def run_loop(
     case: Mapping[str, Any], loop_patterns: Sequence[LoopPattern], folder: str, out: str, on_ranks: bool
 ) -> dict[str, Any]:
-    """Trains and saves the weights in `out`; returns what is compared, or the error and where it was raised."""
+    """Trains and saves the weights in `out`; returns the values to compare, or the error and its traceback."""
     loop = Loop(case, loop_patterns, folder, on_ranks)
     try:
         loop.run()
-        marks = fingerprints(loop.model) if on_ranks else {}
+        marks = compute_fingerprints(loop.model) if on_ranks else {}
         loop.model.save_pretrained(out)
         if not loop.random:
             loop.log("eval loss", loop.evaluate())
@@ -273,7 +282,7 @@ def run_loop(
 
 
 def gradient_norm_of(case: Mapping[str, Any], loop_patterns: Sequence[LoopPattern], folder: str) -> float:
-    """Returns the norm of the plain loss's gradient in one process, in whole powers of two."""
+    """Returns the single-process gradient norm of the plain loss, rounded to a power of two."""
     model = getattr(transformers, case["class"]).from_pretrained(folder, dtype=torch.float32).train()
     model(**batches_of(case, loop_patterns)[0][0]).loss.backward()
     total = sum(float(p.grad.pow(2).sum()) for p in model.parameters() if p.grad is not None) ** 0.5

@@ -1,4 +1,4 @@
-"""Habits that concern what is passed to the model, and what is made of its loss before `backward`."""
+"""Training-loop patterns on model inputs and on the loss before `backward`."""
 
 import torch
 from torch import Tensor, nn
@@ -7,53 +7,53 @@ from tests.fuzz.loop import Loop
 from tests.fuzz.pattern import LoopPattern
 
 
-def _quarter(loop: Loop, loss: Tensor) -> None:
+def _scale_loss(loop: Loop, loss: Tensor) -> None:
     (loss / 4).backward()
 
 
-def _regularised(loop: Loop, loss: Tensor) -> None:
-    # Each stage adds what it has: as many entries in all whatever the layout.
+def _regularize(loop: Loop, loss: Tensor) -> None:
+    # Each stage adds its own parameters: the sum covers all parameters on every layout.
     square = sum((parameter.float() ** 2).sum() for parameter in loop.model.parameters())
     (loss + 1e-3 * loop.case["norm"] * square).backward()
 
 
-def _regularised_and_scaled(loop: Loop, loss: Tensor) -> None:
+def _regularize_and_scale(loop: Loop, loss: Tensor) -> None:
     square = sum((parameter.float() ** 2).sum() for parameter in loop.model.parameters())
     ((loss + 1e-3 * loop.case["norm"] * square) / 4).backward()
 
 
-def _squared(loop: Loop, loss: Tensor) -> None:
+def _square_loss(loop: Loop, loss: Tensor) -> None:
     (loss**2 / 2).backward()
 
 
-def _two_forwards(loop: Loop, batch: dict[str, Tensor]) -> Tensor:
+def _sum_two_forwards(loop: Loop, batch: dict[str, Tensor]) -> Tensor:
     other = {name: value.flip(-1) if name == "input_ids" else value for name, value in batch.items()}
     return loop.model(**batch).loss + 0.5 * loop.model(**other).loss
 
 
-def _evaluation_before_backward(loop: Loop, batch: dict[str, Tensor]) -> Tensor:
+def _evaluate_before_backward(loop: Loop, batch: dict[str, Tensor]) -> Tensor:
     loss = loop.model(**batch).loss
     loop.log("evaluated", loop.evaluate())
     return loss
 
 
-def _evaluated(loop: Loop) -> None:
+def _log_evaluation(loop: Loop) -> None:
     loop.log("evaluated", loop.evaluate())
 
 
-def _loss_not_used(loop: Loop, batch: dict[str, Tensor]) -> Tensor:
+def _discard_first_loss(loop: Loop, batch: dict[str, Tensor]) -> Tensor:
     loop.model(**batch)
     return loop.model(**batch).loss
 
 
-def _trained_inputs(loop: Loop, batch: dict[str, Tensor]) -> Tensor:
+def _train_inputs(loop: Loop, batch: dict[str, Tensor]) -> Tensor:
     batch = dict(batch)
     embeds = loop.model.get_input_embeddings()(batch.pop("input_ids")).detach().requires_grad_()
     loop.kept["embeds"] = embeds
     return loop.model(inputs_embeds=embeds, **batch).loss
 
 
-def _log_inputs(loop: Loop) -> None:
+def _log_input_gradients(loop: Loop) -> None:
     loop.log("squares of the inputs' gradient", loop.total(loop.kept["embeds"].grad.pow(2).sum()))
 
 
@@ -63,13 +63,13 @@ def _make_prompt(loop: Loop) -> None:
     loop.kept["prompt"] = nn.Parameter(0.3 * torch.randn(3, width, generator=generator))
 
 
-def _with_prompt(loop: Loop, batch: dict[str, Tensor]) -> Tensor:
-    prompt, rows = loop.kept["prompt"], len(batch["input_ids"])
+def _prepend_prompt(loop: Loop, batch: dict[str, Tensor]) -> Tensor:
+    prompt, batch_size = loop.kept["prompt"], len(batch["input_ids"])
     embeds = loop.model.get_input_embeddings()(batch["input_ids"])
-    embeds = torch.cat([prompt.expand(rows, -1, -1), embeds], 1)
-    seen = torch.cat([torch.ones(rows, 3, dtype=torch.long), batch["attention_mask"]], 1)
-    labels = torch.cat([torch.full((rows, 3), -100), batch["labels"]], 1)
-    return loop.model(inputs_embeds=embeds, attention_mask=seen, labels=labels).loss
+    embeds = torch.cat([prompt.expand(batch_size, -1, -1), embeds], 1)
+    attention_mask = torch.cat([torch.ones(batch_size, 3, dtype=torch.long), batch["attention_mask"]], 1)
+    labels = torch.cat([torch.full((batch_size, 3), -100), batch["labels"]], 1)
+    return loop.model(inputs_embeds=embeds, attention_mask=attention_mask, labels=labels).loss
 
 
 def _step_prompt(loop: Loop) -> None:
@@ -81,49 +81,49 @@ def _step_prompt(loop: Loop) -> None:
     prompt.grad = None
 
 
-def _smoothed(loop: Loop, batch: dict[str, Tensor]) -> Tensor:
+def _smooth_labels(loop: Loop, batch: dict[str, Tensor]) -> Tensor:
     return loop.model(**batch, label_smoothing=0.3).loss
 
 
-def _counted(loop: Loop, batch: dict[str, Tensor]) -> Tensor:
+def _count_items(loop: Loop, batch: dict[str, Tensor]) -> Tensor:
     count = loop.total((batch["labels"][:, 1:] != -100).sum()).long()
-    # The ranks' parts are summed where gradients are averaged: Trainer multiplies by the ranks too.
+    # Local losses must sum to the global one while gradients are averaged: multiply by dp_size, as Trainer does.
     return loop.model(**batch, num_items_in_batch=count).loss * loop.dp_size
 
 
-def _label_outside(loop: Loop, batch: dict[str, Tensor]) -> Tensor:
+def _set_label_outside(loop: Loop, batch: dict[str, Tensor]) -> Tensor:
     labels = batch["labels"].clone()
     labels[-1, labels.shape[1] // 2] = loop.case["config"]["vocab_size"]
     return loop.model(**{**batch, "labels": labels}).loss
 
 
-def _negative_label(loop: Loop, batch: dict[str, Tensor]) -> Tensor:
+def _set_negative_label(loop: Loop, batch: dict[str, Tensor]) -> Tensor:
     labels = batch["labels"].clone()
     labels[-1, labels.shape[1] // 2] = -1
     return loop.model(**{**batch, "labels": labels}).loss
 
 
-def _token_outside(loop: Loop, batch: dict[str, Tensor]) -> Tensor:
+def _set_token_outside(loop: Loop, batch: dict[str, Tensor]) -> Tensor:
     ids = batch["input_ids"].clone()
     ids[-1, -1] = loop.case["config"]["vocab_size"]
     return loop.model(**{**batch, "input_ids": ids}).loss
 
 
-def _own_loss(loop: Loop, batch: dict[str, Tensor]) -> Tensor:
+def _compute_external_loss(loop: Loop, batch: dict[str, Tensor]) -> Tensor:
     batch = dict(batch)
     labels = batch.pop("labels")
     logits = loop.model(**batch).logits[:, :-1]
-    # The sum over this rank's rows, divided by the rows of all: what a loop of one's own has to do over ranks.
+    # The local sum over the global number of targets, times dp_size since gradients are averaged over dp ranks.
     losses = nn.functional.cross_entropy(logits.flatten(0, 1).float(), labels[:, 1:].flatten(), reduction="sum")
     count = loop.total((labels[:, 1:] != -100).sum().float())
     return losses * loop.dp_size / count
 
 
-def _as_tuple(loop: Loop, batch: dict[str, Tensor]) -> Tensor:
+def _return_tuple(loop: Loop, batch: dict[str, Tensor]) -> Tensor:
     return loop.model(**batch, return_dict=False)[0]
 
 
-def _packed(loop: Loop, batch: dict[str, Tensor], **more: bool) -> Tensor:
+def _pack_documents(loop: Loop, batch: dict[str, Tensor], **more: bool) -> Tensor:
     length = batch["input_ids"].shape[1]
     first = length // 2
     places = torch.cat([torch.arange(first), torch.arange(length - first)])
@@ -132,18 +132,18 @@ def _packed(loop: Loop, batch: dict[str, Tensor], **more: bool) -> Tensor:
     return loop.model(input_ids=batch["input_ids"], position_ids=positions, labels=labels, **more).loss
 
 
-def _packed_evaluation(loop: Loop) -> None:
+def _evaluate_packed(loop: Loop) -> None:
     loop.model.eval()
     with torch.no_grad():
-        loop.log("eval loss of packed rows", _packed(loop, loop.batches[0][0]))
+        loop.log("eval loss of packed rows", _pack_documents(loop, loop.batches[0][0]))
     loop.model.train()
 
 
-def _packed_without_cache(loop: Loop, batch: dict[str, Tensor]) -> Tensor:
-    return _packed(loop, batch, use_cache=False)
+def _pack_without_cache(loop: Loop, batch: dict[str, Tensor]) -> Tensor:
+    return _pack_documents(loop, batch, use_cache=False)
 
 
-def _reported_by_rank(loop: Loop, loss: Tensor) -> None:
+def _log_loss_around_backward(loop: Loop, loss: Tensor) -> None:
     loop.log_loss("loss read after backward", loss.detach() + 0)
     loss.backward()
     loop.log_loss("loss read after backward", loss.detach() + 0)
@@ -152,63 +152,69 @@ def _reported_by_rank(loop: Loop, loss: Tensor) -> None:
 _ROUTER_LOSS = {"output_router_logits": True, "router_aux_loss_coef": 0.5}
 
 LOSS_HABITS = (
-    LoopPattern("loss scaled", "`(loss / 4).backward()`", backward=_quarter),
-    LoopPattern("loss squared", "a function of the loss", backward=_squared, of_full=True),
-    LoopPattern("regularised", "the loss and a sum of squares of all parameters", backward=_regularised),
-    LoopPattern("regularised and scaled", "the same, divided by 4", backward=_regularised_and_scaled),
-    LoopPattern("two forwards", "backward of the sum of two calls' losses", forward=_two_forwards),
+    LoopPattern("loss scaled", "`(loss / 4).backward()`", backward=_scale_loss),
+    LoopPattern("loss squared", "a function of the loss", backward=_square_loss, of_full=True),
+    LoopPattern("regularised", "the loss and a sum of squares of all parameters", backward=_regularize),
+    LoopPattern("regularised and scaled", "the same, divided by 4", backward=_regularize_and_scale),
+    LoopPattern("two forwards", "backward of the sum of two calls' losses", forward=_sum_two_forwards),
     LoopPattern(
-        "loss thrown away", "a training call without backward before the one that counts", forward=_loss_not_used
+        "loss thrown away", "a training call without backward before the one that counts", forward=_discard_first_loss
     ),
-    LoopPattern("evaluated between", "an evaluation between forward and backward", forward=_evaluation_before_backward),
-    LoopPattern("evaluated after steps", "evaluation after each step", after_step=_evaluated, acts=1),
-    LoopPattern("loss read", "the loss read before and after backward", backward=_reported_by_rank),
+    LoopPattern("evaluated between", "an evaluation between forward and backward", forward=_evaluate_before_backward),
+    LoopPattern("evaluated after steps", "evaluation after each step", after_step=_log_evaluation, acts=1),
+    LoopPattern("loss read", "the loss read before and after backward", backward=_log_loss_around_backward),
     LoopPattern(
         "inputs trained",
         "`inputs_embeds` that require a gradient",
-        forward=_trained_inputs,
-        before_step=_log_inputs,
+        forward=_train_inputs,
+        before_step=_log_input_gradients,
         needs=("causal", "decoder"),
     ),
     LoopPattern(
         "soft prompt",
         "a trained prompt in front of the embeddings, a graph behind both",
         made=_make_prompt,
-        forward=_with_prompt,
+        forward=_prepend_prompt,
         before_step=_step_prompt,
         needs=("causal", "decoder"),
     ),
-    LoopPattern("label smoothing", "`model(..., label_smoothing=0.3)`", forward=_smoothed, needs=("causal", "kwargs")),
+    LoopPattern(
+        "label smoothing", "`model(..., label_smoothing=0.3)`", forward=_smooth_labels, needs=("causal", "kwargs")
+    ),
     LoopPattern(
         "items counted",
         "`num_items_in_batch` of all ranks, times the ranks",
-        forward=_counted,
+        forward=_count_items,
         needs=("causal", "kwargs"),
         local=True,
     ),
-    LoopPattern("label outside", "a label that is no token", forward=_label_outside, needs=("causal",)),
-    LoopPattern("label of -1", "a label below the vocabulary", forward=_negative_label, needs=("causal",)),
-    LoopPattern("token outside", "a token the embedding does not have", forward=_token_outside),
+    LoopPattern("label outside", "a label that is no token", forward=_set_label_outside, needs=("causal",)),
+    LoopPattern("label of -1", "a label below the vocabulary", forward=_set_negative_label, needs=("causal",)),
+    LoopPattern("token outside", "a token the embedding does not have", forward=_set_token_outside),
     LoopPattern(
-        "own loss", "a loss of one's own from `outputs.logits`", forward=_own_loss, needs=("causal",), local=True
+        "own loss",
+        "a loss of one's own from `outputs.logits`",
+        forward=_compute_external_loss,
+        needs=("causal",),
+        local=True,
     ),
-    LoopPattern("tuple outputs", "`return_dict=False`", forward=_as_tuple),
+    LoopPattern("tuple outputs", "`return_dict=False`", forward=_return_tuple),
     LoopPattern(
         "packed",
         "documents told apart by `position_ids`, while the config asks for a cache",
-        forward=_packed,
+        forward=_pack_documents,
         needs=("causal", "positions"),
     ),
     LoopPattern(
         "packed without cache",
         "the same with `use_cache=False`",
-        forward=_packed_without_cache,
+        forward=_pack_without_cache,
         needs=("causal", "positions"),
     ),
     LoopPattern(
         "packed evaluation",
         "the same in evaluation, while the config asks for a cache",
-        made=_packed_evaluation,
+        made=_evaluate_packed,
         needs=("causal", "positions"),
     ),
     LoopPattern("router loss", "`output_router_logits=True`", changes=_ROUTER_LOSS, needs=("experts",)),

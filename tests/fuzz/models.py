@@ -1,4 +1,4 @@
-"""Tiny models of several types, and what of their features a random case may switch on."""
+"""Tiny models of several types and the features that a random case may enable."""
 
 import random
 from collections.abc import Mapping
@@ -21,14 +21,14 @@ _EXPERTS = {"num_experts_per_tok": 2, "router_aux_loss_coef": 0.2}
 _WINDOW = {"sliding_window": (4, 64)}
 _KV = {"num_key_value_heads": (1, 2, 4)}
 _BIASES = {"attention_bias": (False, True), "mlp_bias": (False, True)}
-# The grouped matrix product of experts asks for multiples of 16 bytes.
+# The grouped matmul of experts requires multiples of 16 bytes.
 _GROUPED = {"intermediate_size": (48, 40)}
 _TIED = {"tie_word_embeddings": (False, True)}
 _GEMMA = {**_LLAMA, "head_dim": 8, "sliding_window": 4, "query_pre_attn_scalar": 8, "tie_word_embeddings": True}
 _SPECIAL = {"vocab_size": 67, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 _ATTENTION = ("decoder", "positions", "kwargs")
 
-# Name -> its config, what may vary, and what habits can ask of it. The first value of each is the simplest.
+# Model type -> config, variable fields (simplest value first) and features that loop patterns may need.
 MODELS: Mapping[str, Mapping[str, Any]] = {
     "llama": {"config": _LLAMA, "varies": {**_TIED, **_KV, **_BIASES, "head_dim": (8, 12)}, "has": _ATTENTION},
     "qwen2": {"config": _LLAMA, "varies": {**_TIED, **_KV}, "has": _ATTENTION},
@@ -133,7 +133,7 @@ MODELS: Mapping[str, Mapping[str, Any]] = {
         "weight": 2,
     },
 }
-# Widths that do not divide by the number of ranks, wherever the type has them.
+# Sizes not divisible by the number of ranks, for types that have the field.
 _ODD = {
     "vocab_size": (67, 66, 131),
     "intermediate_size": (48, 46, 45),
@@ -149,19 +149,19 @@ CLASSES = {
     "tokens": "AutoModelForTokenClassification",
     "seq2seq": "AutoModelForSeq2SeqLM",
 }
-# Probabilities that keep every case random; drawn rarely, since little of it can be compared.
+# Dropout probabilities: rarely drawn, since a random case is only compared between ranks.
 _DROPOUT = ("attention_dropout", "resid_pdrop", "hidden_dropout", "hidden_dropout_prob", "dropout", "dropout_rate")
 
 
 def simplest(name: str) -> dict[str, Any]:
-    """Returns a model with nothing switched on."""
+    """Returns a model without optional features."""
     entry = MODELS[name]
     task = entry.get("tasks", ("causal",))[0]
     return {"type": name, "task": task, "class": CLASSES[task], "config": dict(entry["config"])}
 
 
 def draw_features(chance: random.Random, names: list[str]) -> dict[str, Any]:
-    """Draws a type, a task and a config."""
+    """Draws a model type, a task and a config."""
     name = chance.choices(names, [MODELS[name].get("weight", 1) for name in names])[0]
     entry = MODELS[name]
     model = simplest(name)
@@ -183,13 +183,13 @@ def draw_features(chance: random.Random, names: list[str]) -> dict[str, Any]:
 
 
 def is_random(config: Mapping[str, Any]) -> bool:
-    """Tells whether a model draws numbers in training."""
+    """Returns whether a model draws random numbers in training."""
     fields = (*_DROPOUT, "attn_pdrop", "embd_pdrop", "attention_probs_dropout_prob", "router_jitter_noise")
     return any(config.get(field) for field in fields)
 
 
 def has(model: Mapping[str, Any], need: str) -> bool:
-    """Tells whether a habit finds what it needs."""
+    """Returns whether the model has a feature that a loop pattern needs."""
     if need == "causal":
         return model["task"] == "causal"
     if need == "fp32":

@@ -1,4 +1,4 @@
-"""What a habit of a training loop is made of."""
+"""Definition of a training-loop pattern."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -9,23 +9,24 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class LoopPattern:
-    """What a loop may do to gradients and weights.
+    """Deviation of a training loop from the plain one, in its use of gradients, losses and weights.
 
     Attributes:
-        name, description: as the documents say it.
-        made, prepared, before_step, after_step, ended (`Callable`, *optional*): called with the loop, in addition.
-        forward, backward, step, clear (`Callable`, *optional*): called with the loop in place of the plain way, the
-            first also with a batch, the second also with the loss.
-        changes: of the model's config.
-        batch: of the batches.
-        acts: steps that have changed weights when the habit acts: a refusal comes no later.
-        loop: the kind of loop it needs.
-        needs: what the model has to have: `"experts"`, `"causal"`, `"fp32"`, ...
-        random: draws random numbers, so that only the ranks are compared with each other.
-        local: the loss it returns is this rank's part of a sum over the data parallel ranks.
-        slow: takes seconds.
-        trips: one process's own optimizer may raise after it, where a prepared one goes on.
-        of_full: what it makes of the loss is not made of parts of it.
+        name, description: as shown in the documentation.
+        made, prepared, before_step, after_step, ended (`Callable`, *optional*): called with the loop at that point, in
+            addition to the plain loop.
+        forward, backward, step, clear (`Callable`, *optional*): called with the loop and replaces the plain
+            implementation; `forward` also receives the batch, `backward` the loss.
+        changes: fields to change in the model's config.
+        batch: fields to change in the batch settings.
+        acts: number of optimizer steps before the pattern acts; an error must be raised no later.
+        loop: required kind of loop.
+        needs: required features of the model: `"experts"`, `"causal"`, `"fp32"`, ...
+        random: whether it draws random numbers, so that only ranks are compared with each other.
+        local: whether the returned loss is this rank's term of a sum over the data-parallel ranks.
+        slow: whether it takes seconds.
+        trips: whether a single-process optimizer may raise after it although a prepared one continues.
+        of_full: whether it needs the global loss, because its result is not a sum over local losses.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""All habits, by name."""
+"""Registry of all loop patterns by name."""
 
 from collections.abc import Iterable, Mapping
 
@@ -13,5 +13,5 @@ LOOP_PATTERNS: Mapping[str, LoopPattern] = {
 
 
 def patterns_of(names: Iterable[str]) -> list[LoopPattern]:
-    """Returns the habits of a case, in its order."""
+    """Returns the loop patterns of a case, in its order."""
     return [LOOP_PATTERNS[name] for name in names]

@@ -1,4 +1,4 @@
-"""Runs cases on forked ranks and in one process: many in one fork, a failing one in a fork of its own."""
+"""Runner of cases on forked ranks and in a single process: many cases share a fork, a failing one is rerun alone."""
 
 import contextlib
 import os
@@ -24,36 +24,36 @@ from tests.fuzz.loop import gradient_norm_of, run_loop
 from tests.fuzz.patterns import patterns_of
 
 _BETTER = {"float32": "float64", "bfloat16": "float32"}
-# One process that is off by this share of the error, for no reason but its precision, is no reference.
+# A single-process run that moves by this fraction of the error through rounding alone is no reference.
 _UNSTABLE = 0.3
-# How often the start is rounded otherwise to see what one process makes of that.
+# Number of perturbed single-process runs that estimate the effect of rounding.
 _DISTURBED = 4
-# In limits. A unit whose input is zero but for round-off, and whose ReLU is on for one order of sums and off for the
-# other, made 364.
+# In units of the tolerance. A ReLU whose input is zero up to rounding, on for one summation order and off for the
+# other, reached 364.
 _ROUND_OFF_AT_MOST = 3000
-# Cases that share a fork; each leaves descriptors and threads behind.
+# Number of cases per fork; each leaves file descriptors and threads.
 _TOGETHER = 16
 
 
 def run_cases(
     cases: Sequence[dict[str, Any]], timeout: float = 20.0
 ) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
-    """Yields each case with its result: `judgment`, `worst` and `seconds`, grouped by what can share a fork.
+    """Yields each case with its result (`judgment`, `worst` and `seconds`), grouped by cases that can share a fork.
 
     Args:
-        cases: that `cases.draw_case` or `simple_case` made.
-        timeout (`float`): seconds for one case; more is a hang.
+        cases: cases from `cases.draw_case` or `simple_case`.
+        timeout (`float`): seconds per case; a longer run is a hang.
     """
     groups: dict[Any, list[dict[str, Any]]] = {}
     for number, case in enumerate(cases):
-        # Accelerator and Trainer keep state of the process.
+        # Accelerator and Trainer keep per-process state.
         alone = case["loop"] != "plain" or "stock afterwards" in case["habits"]
         groups.setdefault(number if alone else ranks_of(case["layout"]), []).append(case)
     for group in groups.values():
         for first in range(0, len(group), _TOGETHER):
             for case, result in _run_group(group[first : first + _TOGETHER], timeout):
                 if result["judgment"] in ("crash", "hang") and len(group) > 1:
-                    # What came before in the same fork must not be the reason, nor a busy machine.
+                    # Rule out earlier cases in the same fork and a busy machine as the cause.
                     [(_, again)] = _run_group([case], 2 * timeout)
                     result = again | {"seconds": round(result["seconds"] + again["seconds"], 2)}  # noqa: PLW2901
                 yield case, result
@@ -63,14 +63,14 @@ def _run_group(cases: list[dict[str, Any]], timeout: float) -> Iterator[tuple[di
     with tempfile.TemporaryDirectory(prefix="hf_megatron_fuzz_", ignore_cleanup_errors=True) as directory:
         runs = [_Run(case, Path(directory) / str(number)) for number, case in enumerate(cases)]
         begin = time.monotonic()
-        in_fork([run.draw for run in runs], timeout)
+        run_in_fork([run.draw for run in runs], timeout)
         waiting = runs
         while waiting:
-            _on_ranks(waiting, timeout)
-            # The one that stopped the others has a result too, unless every rank of it died.
+            _run_on_ranks(waiting, timeout)
+            # The case that stopped the group has a result too, unless all its ranks died.
             left = [run for run in waiting if not run.is_done]
             waiting = left if len(left) < len(waiting) else left[1:]
-        in_fork([run.in_one_process for run in runs], timeout)
+        run_in_fork([run.in_one_process for run in runs], timeout)
         results = [run.judge(timeout) for run in runs]
     seconds = (time.monotonic() - begin) / len(runs)
     for run, result in zip(runs, results, strict=True):
@@ -78,7 +78,7 @@ def _run_group(cases: list[dict[str, Any]], timeout: float) -> Iterator[tuple[di
 
 
 class _Run:
-    """One case and the files of what became of it."""
+    """A case and its result files."""
 
     def __init__(self, case: dict[str, Any], place: Path):
         self.case, self.place = case, place
@@ -86,16 +86,16 @@ class _Run:
 
     @property
     def is_done(self) -> bool:
-        """Whether a rank has written what became of it."""
+        """Whether a rank has written its result."""
         return any((self.place / f"rank{rank}").exists() for rank in range(ranks_of(self.case["layout"])))
 
     def full_case(self) -> dict[str, Any]:
-        """Returns the case with what drawing its model has shown."""
+        """Returns the case with the gradient norm of its model."""
         file = self.place / "norm"
         return self.case | {"norm": pickle.loads(file.read_bytes()) if file.exists() else 1.0}
 
     def draw(self) -> None:
-        """Saves the model and notes its gradient's norm."""
+        """Saves the random model and its gradient norm."""
         if self.case["way"] == "from_config":
             return
         loop_patterns = patterns_of(self.case["habits"])
@@ -118,8 +118,8 @@ class _Run:
         result = run_loop(case, loop_patterns, str(place / "start"), str(place / "one"), False)
         (place / "one_process").write_bytes(pickle.dumps(result))
 
-    def nearby(self) -> None:
-        """Trains in this process in the next better precision, and from weights that are rounded otherwise."""
+    def train_nearby(self) -> None:
+        """Trains in this process in the next higher precision and from perturbed weights."""
         loop_patterns = [
             loop_pattern for loop_pattern in patterns_of(self.case["habits"]) if loop_pattern.name != "bfloat16"
         ]
@@ -133,7 +133,7 @@ class _Run:
             _write(place / f"nearby_process{number}", result)
 
     def judge(self, timeout: float) -> dict[str, Any]:
-        """Reads the files and compares."""
+        """Reads the result files and returns the judgment."""
         missing = {"error": "the process died", "kinds": ["Died"], "steps": 0, "traceback": ""}
         files = [self.place / f"rank{rank}" for rank in range(ranks_of(self.case["layout"]))]
         ranks = [pickle.loads(file.read_bytes()) if file.exists() else missing for file in files]
@@ -149,8 +149,8 @@ class _Run:
         return result
 
     def _is_unstable(self, one: Mapping[str, Any], error: float, timeout: float) -> bool:
-        """Tells whether one process itself is as far from what it is with other round-off."""
-        in_fork([self.nearby], timeout * (1 + _DISTURBED))
+        """Returns whether the single-process run itself changes by a similar error through rounding."""
+        run_in_fork([self.train_nearby], timeout * (1 + _DISTURBED))
         for file in sorted(self.place.glob("nearby_process?")):
             near = pickle.loads(file.read_bytes())
             folders = {name: self.place / name for name in ("start", "one")}
@@ -160,7 +160,7 @@ class _Run:
         return False
 
 
-def _on_ranks(runs: list[_Run], timeout: float) -> None:
+def _run_on_ranks(runs: list[_Run], timeout: float) -> None:
     """Runs cases on the same forks until one of them fails."""
     size = ranks_of(runs[0].case["layout"])
 
@@ -170,10 +170,10 @@ def _on_ranks(runs: list[_Run], timeout: float) -> None:
             with _Watchdog(run.place / f"rank{rank}", timeout):
                 result = run.on_rank()
             _write(run.place / f"rank{rank}", result)
-            if not _all_went_on(run, size, "error" in result, timeout):
+            if not _all_ranks_finished(run, size, "error" in result, timeout):
                 return
 
-    # Each rank has written what it knows.
+    # Each rank has written its result file.
     with contextlib.suppress(RankError):
         run_ranks(on_rank, size, timeout=(timeout + 5.0) * len(runs))
 
@@ -184,9 +184,9 @@ def _write(file: Path, result: Mapping[str, Any]) -> None:
     partial.rename(file)
 
 
-def _all_went_on(run: _Run, size: int, failed: bool, timeout: float) -> bool:
-    """Waits for the other ranks' results; tells whether all of them finished the case."""
-    # Ranks that wait for a failed one end when it leaves.
+def _all_ranks_finished(run: _Run, size: int, failed: bool, timeout: float) -> bool:
+    """Waits for the results of the other ranks; returns whether all of them finished the case."""
+    # Ranks that wait for a failed rank end when it exits.
     deadline = time.monotonic() + (0.5 if failed else timeout)
     files = [run.place / f"rank{rank}" for rank in range(size)]
     while time.monotonic() < deadline and not all(file.exists() for file in files):
@@ -195,7 +195,7 @@ def _all_went_on(run: _Run, size: int, failed: bool, timeout: float) -> bool:
 
 
 class _Watchdog:
-    """Ends the process when what it guards takes too long, and says where it was."""
+    """Context manager that exits the process after a timeout and writes its stack."""
 
     def __init__(self, file: Path, timeout: float):
         self.file, self.timer = file, threading.Timer(timeout, self._end)
@@ -216,8 +216,8 @@ class _Watchdog:
         os._exit(3)
 
 
-def in_fork(functions: Sequence[Callable[[], None]], timeout: float) -> None:
-    """Calls functions in a fork of this process, which is killed when they take longer than so many seconds each."""
+def run_in_fork(functions: Sequence[Callable[[], None]], timeout: float) -> None:
+    """Calls functions in a fork, which is killed after `timeout` seconds per function."""
     make_ready_to_fork()
     process = os.fork()
     if process == 0:

@@ -1,4 +1,4 @@
-"""Writes a script of one file that shows what a case does: it needs torch, transformers and this library."""
+"""Generator of reproduction scripts: single files that need torch, transformers and this library."""
 
 import ast
 import inspect
@@ -74,37 +74,37 @@ if __name__ == "__main__":
 
 
 def reproduction(case: Mapping[str, Any], result: Mapping[str, Any], norm: float = 1.0) -> str:
-    """Returns the text of a script that runs a case on ranks and in one process.
+    """Returns the source of a script that runs a case on ranks and in a single process.
 
     Args:
-        case: the case, shrunk or not.
-        result: its `judgment` and `worst`, for the first lines.
-        norm (`float`): of the plain loss's gradient, in whole powers of two.
+        case: case, shrunk or not.
+        result: its `judgment` and `worst`, for the docstring.
+        norm (`float`): gradient norm of the plain loss, rounded to a power of two.
     """
     one, ranks = "python case.py", f"torchrun --nproc_per_node {ranks_of(case['layout'])} case.py"
-    # A model that is drawn on the ranks is there for one process afterwards only.
+    # A model created on the ranks is available to the single process only afterwards.
     ranks_first = case["way"] == "from_config"
     first, second = (ranks, one) if ranks_first else (one, ranks)
     worst = " ".join(str(result["worst"]).split()).replace("\\", "/").replace('"""', "'")
     text = _BEGIN.format(judgment=result["judgment"], worst=worst, first=first, second=second)
-    text += _joined(pattern, generators, loop)
+    text += _join_modules(pattern, generators, loop)
     functions: dict[str, str] = {}
-    constructors = [_constructor(given, functions) for given in patterns_of(case["habits"])]
+    constructors = [_format_constructor(loop_pattern, functions) for loop_pattern in patterns_of(case["habits"])]
     text += "".join("\n\n" + source for source in functions.values())
     text += f"\n\nLOOP_PATTERNS = [{', '.join(constructors)}]\n"
     text += f"NORM = {norm}\nSECOND = {not ranks_first}\nCASE = {pprint.pformat(dict(case), width=110)}\n\n"
     return text + _END
 
 
-def _joined(*modules: ModuleType) -> str:
-    """Returns the text of modules as that of one file: what they import of the world first, and once."""
+def _join_modules(*modules: ModuleType) -> str:
+    """Joins the sources of modules into one file, with their external imports first and without duplicates."""
     imports: dict[str, None] = {}
     bodies = []
     for module in modules:
         text = inspect.getsource(module)
         nodes = ast.parse(text).body
         for node in nodes:
-            # The fuzzer's own modules are part of the text.
+            # The modules of the fuzzer are inlined.
             is_own = isinstance(node, ast.ImportFrom) and str(node.module).startswith("tests.")
             if isinstance(node, ast.Import | ast.ImportFrom) and not is_own:
                 imports[ast.unparse(node)] = None
@@ -114,7 +114,7 @@ def _joined(*modules: ModuleType) -> str:
     return "\n".join(imports) + "\n\n\n" + "\n\n".join(bodies)
 
 
-def _constructor(given: pattern.LoopPattern, functions: dict[str, str]) -> str:
+def _format_constructor(given: pattern.LoopPattern, functions: dict[str, str]) -> str:
     words = [repr(given.name), repr(given.description)]
     for place in _PLACES:
         function = getattr(given, place)
@@ -126,7 +126,7 @@ def _constructor(given: pattern.LoopPattern, functions: dict[str, str]) -> str:
 
 
 def _collect(function: Callable[..., Any], functions: dict[str, str]) -> None:
-    """Adds the text of a function and of those of its module that it calls."""
+    """Collects the source of a function and of the functions of its module that it calls."""
     plain = inspect.unwrap(function)
     if plain.__name__ in functions:
         return

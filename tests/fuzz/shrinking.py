@@ -1,4 +1,4 @@
-"""Makes a case that differs simpler, one thing at a time, as long as it still fails."""
+"""Shrinks a failing case, one field at a time, as long as it still fails."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -12,7 +12,7 @@ _SIMPLER_BATCH = {**BATCH, "rows": 2, "length": 5, "steps": 1, "mask": "none"}
 
 
 def simpler(case: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yields what has to change, to make the case simpler in one thing each."""
+    """Yields changes that each simplify one field of the case."""
     if len(case["habits"]) > 1:
         for loop_pattern in case["habits"]:
             yield {"habits": [loop_pattern]}
@@ -53,45 +53,45 @@ def shrink(case: dict[str, Any], judgment: str, timeout: float = 20.0, rounds: i
     """Returns the simplest case found with the same judgment.
 
     Args:
-        case: that fails.
-        judgment (`str`): that it has to keep.
-        timeout (`float`): seconds of one case.
-        rounds (`int`): of trying everything that is simpler.
+        case: failing case.
+        judgment (`str`): judgment to preserve.
+        timeout (`float`): seconds per case.
+        rounds (`int`): number of rounds that try all simplifications.
     """
 
     def failing(candidates: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        return [found for found, result in run_cases(candidates, timeout) if result["judgment"] == judgment]
+        return [candidate for candidate, result in run_cases(candidates, timeout) if result["judgment"] == judgment]
 
     assert judgment not in ACCEPTED
     for _ in range(rounds):
-        changes = [change for change in simpler(case) if _makes_sense(case | change)]
+        changes = [change for change in simpler(case) if _is_valid(case | change)]
         failed = failing([case | change for change in changes])
-        kept = [change for change in changes if case | change in failed]
-        if not kept:
+        failing_changes = [change for change in changes if case | change in failed]
+        if not failing_changes:
             return case
-        together = case
-        for change in reversed(kept):
-            together = _with(together, case, change)
-        several = len(kept) > 1 and _makes_sense(together) and failing([together])
-        case = together if several else case | kept[0]
+        combined_case = case
+        for change in reversed(failing_changes):
+            combined_case = _apply_change(combined_case, case, change)
+        several = len(failing_changes) > 1 and _is_valid(combined_case) and failing([combined_case])
+        case = combined_case if several else case | failing_changes[0]
     return case
 
 
-def _with(case: dict[str, Any], before: dict[str, Any], change: dict[str, Any]) -> dict[str, Any]:
-    """Applies a change that was made for another case: of nested fields only what it changes."""
+def _apply_change(case: dict[str, Any], before: dict[str, Any], change: dict[str, Any]) -> dict[str, Any]:
+    """Applies a change computed for the case `before`; nested fields are merged."""
     case = dict(case)
     for field, value in change.items():
         if isinstance(value, dict) and isinstance(before.get(field), dict) and field in ("batch", "layout"):
             old = before[field]
             changed = {name: new for name, new in value.items() if old.get(name) != new}
-            kept = {name: now for name, now in case[field].items() if name in value or name not in old}
-            case[field] = kept | changed
+            remaining = {name: now for name, now in case[field].items() if name in value or name not in old}
+            case[field] = remaining | changed
         else:
             case[field] = value
     return case
 
 
-def _makes_sense(case: dict[str, Any]) -> bool:
+def _is_valid(case: dict[str, Any]) -> bool:
     layout = case["layout"]
     return (
         ranks_of(layout) > 1

@@ -1,4 +1,4 @@
-"""Habits that concern weights, optimizers and random numbers."""
+"""Training-loop patterns on weights, optimizers and random numbers."""
 
 import copy
 import gc
@@ -40,25 +40,25 @@ def _edit_rows(loop: Loop) -> None:
 def _redraw_vocabulary(loop: Loop) -> None:
     if loop.steps == 1:
         for weight in loop.vocabulary():
-            # Stages hold one of them each.
+            # Reseeded per weight, since a pipeline stage may hold only one of them.
             torch.manual_seed(3)
             nn.init.normal_(weight, std=0.2)
 
 
-def _some_layer(loop: Loop) -> nn.Module:
+def _get_first_layer(loop: Loop) -> nn.Module:
     return next(module for module in loop.model.modules() if isinstance(module, nn.ModuleList))[0]
 
 
-def _keep_part(loop: Loop) -> None:
-    loop.kept["part"] = {name: value.clone() for name, value in _some_layer(loop).state_dict().items()}
+def _save_layer(loop: Loop) -> None:
+    loop.kept["part"] = {name: value.clone() for name, value in _get_first_layer(loop).state_dict().items()}
 
 
-def _load_part(loop: Loop) -> None:
+def _load_layer(loop: Loop) -> None:
     if loop.steps == 1:
-        _some_layer(loop).load_state_dict(loop.kept["part"])
+        _get_first_layer(loop).load_state_dict(loop.kept["part"])
 
 
-def _keep_all(loop: Loop) -> None:
+def _save_all(loop: Loop) -> None:
     loop.kept["all"] = {name: value.clone() for name, value in loop.model.state_dict().items()}
 
 
@@ -67,7 +67,7 @@ def _load_all(loop: Loop) -> None:
         loop.model.load_state_dict(loop.kept["all"])
 
 
-def _optimizer_round_trip(loop: Loop) -> None:
+def _reload_optimizer(loop: Loop) -> None:
     if loop.steps == 1:
         loop.optimizer.load_state_dict(copy.deepcopy(loop.optimizer.state_dict()))
 
@@ -78,14 +78,14 @@ def _start_average(loop: Loop) -> None:
 
 @torch.no_grad()
 def _swap_average(loop: Loop) -> None:
-    average, own = loop.kept["average"], {}
+    average, weights = loop.kept["average"], {}
     for name, parameter in loop.model.named_parameters():
         average[name].lerp_(parameter.detach(), 0.3)
-        own[name] = parameter.detach().clone()
+        weights[name] = parameter.detach().clone()
         parameter.copy_(average[name])
     loop.log("averaged weights evaluated", loop.evaluate())
     for name, parameter in loop.model.named_parameters():
-        parameter.copy_(own[name])
+        parameter.copy_(weights[name])
 
 
 @torch.no_grad()
@@ -109,29 +109,29 @@ def _average_into_copy(loop: Loop) -> None:
     loop.log("copy evaluated", copied(**loop.batches[0][0]).loss)
 
 
-def _to_double(loop: Loop) -> None:
+def _cast_to_double(loop: Loop) -> None:
     loop.model.double()
 
 
-def _to_double_later(loop: Loop) -> None:
+def _cast_to_double_later(loop: Loop) -> None:
     if loop.steps == 1:
         loop.model.to(torch.float64)
 
 
-def _to_bfloat16(loop: Loop) -> None:
+def _cast_to_bfloat16(loop: Loop) -> None:
     loop.model.to(torch.bfloat16)
 
 
-def _count(loop: Loop) -> None:
+def _log_num_parameters(loop: Loop) -> None:
     loop.log("num_parameters", loop.model.num_parameters())
     loop.log("trainable", loop.model.num_parameters(only_trainable=True))
 
 
-def _names(loop: Loop) -> None:
+def _log_state_dict_size(loop: Loop) -> None:
     loop.log("names in the state dict", len(loop.model.state_dict()))
 
 
-def _two_optimizers(loop: Loop) -> None:
+def _make_two_optimizers(loop: Loop) -> None:
     matrices = [parameter for parameter in loop.parameters() if parameter.dim() > 1]
     others = [parameter for parameter in loop.parameters() if parameter.dim() < 2]
     loop.optimizer = loop.prepare(loop.make_optimizer(matrices))
@@ -148,7 +148,7 @@ def _clear_both(loop: Loop) -> None:
     loop.kept["second"].zero_grad()
 
 
-def _start_with_some(loop: Loop) -> None:
+def _freeze_vectors(loop: Loop) -> None:
     loop.kept["later"] = [parameter for parameter in loop.parameters() if parameter.dim() < 2]
     for parameter in loop.kept["later"]:
         parameter.requires_grad_(False)
@@ -163,16 +163,16 @@ def _add_group(loop: Loop) -> None:
         )
 
 
-def _schedule(loop: Loop) -> None:
+def _make_scheduler(loop: Loop) -> None:
     optimizer = loop.optimizer
     loop.kept["scheduler"] = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 / (1 + step))
 
 
-def _step_schedule(loop: Loop) -> None:
+def _step_scheduler(loop: Loop) -> None:
     loop.kept["scheduler"].step()
 
 
-def _checkpointing(loop: Loop) -> None:
+def _enable_checkpointing(loop: Loop) -> None:
     loop.model.gradient_checkpointing_enable()
 
 
@@ -180,11 +180,11 @@ def _compile(loop: Loop) -> None:
     loop.kept["compiled"] = torch.compile(loop.model, backend="eager")
 
 
-def _compiled_forward(loop: Loop, batch: dict[str, Tensor]) -> Tensor:
+def _run_compiled(loop: Loop, batch: dict[str, Tensor]) -> Tensor:
     return loop.kept["compiled"](**batch).loss
 
 
-def _drop_out(loop: Loop) -> None:
+def _set_dropout(loop: Loop) -> None:
     for module in loop.model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.2
@@ -192,7 +192,7 @@ def _drop_out(loop: Loop) -> None:
             module.attention_dropout = 0.2
 
 
-def _noisy_embeddings(loop: Loop) -> None:
+def _add_noise_to_embeddings(loop: Loop) -> None:
     def add_noise(module: nn.Module, arguments: tuple, output: Tensor) -> Tensor:
         return output + 0.1 * torch.randn_like(output) if module.training else output
 
@@ -214,11 +214,11 @@ def _save_after_evaluation(loop: Loop) -> None:
     loop.model.save_pretrained(loop.folder + "_again")
 
 
-def _stock_afterwards(loop: Loop) -> None:
+def _make_stock_accelerator(loop: Loop) -> None:
     import accelerate
 
     loop.model = loop.optimizer = None
-    # Schedules and hooks hold the model.
+    # Schedulers and hooks keep the model alive.
     loop.kept.clear()
     gc.collect()
     accelerator = accelerate.Accelerator(cpu=True)
@@ -243,14 +243,16 @@ WEIGHT_HABITS = (
         after_step=_redraw_vocabulary,
         acts=1,
     ),
-    LoopPattern("part loaded", "`layer.load_state_dict` between steps", made=_keep_part, after_step=_load_part, acts=1),
     LoopPattern(
-        "all loaded", "`model.load_state_dict` of an own `state_dict`", made=_keep_all, after_step=_load_all, acts=1
+        "part loaded", "`layer.load_state_dict` between steps", made=_save_layer, after_step=_load_layer, acts=1
+    ),
+    LoopPattern(
+        "all loaded", "`model.load_state_dict` of an own `state_dict`", made=_save_all, after_step=_load_all, acts=1
     ),
     LoopPattern(
         "optimizer reloaded",
         "`optimizer.load_state_dict(optimizer.state_dict())`",
-        after_step=_optimizer_round_trip,
+        after_step=_reload_optimizer,
         acts=1,
     ),
     LoopPattern(
@@ -270,27 +272,30 @@ WEIGHT_HABITS = (
     LoopPattern(
         "copy averaged", "a moving average in a deep copy", made=_copy_model, after_step=_average_into_copy, acts=1
     ),
-    LoopPattern("double", "`model.double()` before training", made=_to_double),
+    LoopPattern("double", "`model.double()` before training", made=_cast_to_double),
     LoopPattern(
-        "double later", "`model.to(torch.float64)` between steps", after_step=_to_double_later, acts=1, trips=True
+        "double later", "`model.to(torch.float64)` between steps", after_step=_cast_to_double_later, acts=1, trips=True
     ),
-    LoopPattern("bfloat16", "`model.to(torch.bfloat16)` before training", made=_to_bfloat16, needs=("fp32",)),
-    LoopPattern("counted", "`num_parameters()`", made=_count),
-    LoopPattern("names", "`state_dict()`'s names counted", made=_names),
+    LoopPattern("bfloat16", "`model.to(torch.bfloat16)` before training", made=_cast_to_bfloat16, needs=("fp32",)),
+    LoopPattern("counted", "`num_parameters()`", made=_log_num_parameters),
+    LoopPattern("names", "`state_dict()`'s names counted", made=_log_state_dict_size),
     LoopPattern(
         "two optimizers",
         "matrices and the rest in an optimizer each",
-        prepared=_two_optimizers,
+        prepared=_make_two_optimizers,
         step=_step_both,
         clear=_clear_both,
     ),
-    LoopPattern("group added", "`add_param_group` between steps", made=_start_with_some, after_step=_add_group, acts=1),
-    LoopPattern("scheduled", "a learning rate schedule", prepared=_schedule, after_step=_step_schedule),
-    LoopPattern("checkpointing", "`gradient_checkpointing_enable()`", made=_checkpointing),
-    LoopPattern("compiled", "`torch.compile(model)`", made=_compile, forward=_compiled_forward, slow=True),
-    LoopPattern("dropout set later", "dropout set after loading, seeds that differ", made=_drop_out, random=True),
+    LoopPattern("group added", "`add_param_group` between steps", made=_freeze_vectors, after_step=_add_group, acts=1),
+    LoopPattern("scheduled", "a learning rate schedule", prepared=_make_scheduler, after_step=_step_scheduler),
+    LoopPattern("checkpointing", "`gradient_checkpointing_enable()`", made=_enable_checkpointing),
+    LoopPattern("compiled", "`torch.compile(model)`", made=_compile, forward=_run_compiled, slow=True),
+    LoopPattern("dropout set later", "dropout set after loading, seeds that differ", made=_set_dropout, random=True),
     LoopPattern(
-        "noisy embeddings", "a forward hook that adds noise, seeds that differ", made=_noisy_embeddings, random=True
+        "noisy embeddings",
+        "a forward hook that adds noise, seeds that differ",
+        made=_add_noise_to_embeddings,
+        random=True,
     ),
     LoopPattern(
         "router jitter",
@@ -305,8 +310,8 @@ WEIGHT_HABITS = (
     LoopPattern(
         "saved after evaluation", "`save_pretrained` after an evaluation", ended=_save_after_evaluation, acts=3
     ),
-    # The state of an Accelerator is the process's own: a loop with one has made it what it is.
+    # Accelerator state is per process: a loop that uses one has already initialized it.
     LoopPattern(
-        "stock afterwards", "a stock `Accelerator` after the model is gone", ended=_stock_afterwards, loop="plain"
+        "stock afterwards", "a stock `Accelerator` after the model is gone", ended=_make_stock_accelerator, loop="plain"
     ),
 )

@@ -1,4 +1,4 @@
-"""Checkpoints read on the layout that wrote them and on others: cases 7, 14, 15 and 16 of a stock Trainer."""
+"""Tests of loading checkpoints on the same and on other layouts: faults 7, 14, 15 and 16 with stock Trainer."""
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ from tests.integration.integrations.trainer.test_resume import (
 )
 
 
-def test_fault_07_output_dir_that_cannot_be_written_to(stories, tmp_path):
+def test_fault_07_unwritable_output_dir(stories, tmp_path):
     (tmp_path / "file").write_text("")
 
     def start():
@@ -35,7 +35,7 @@ def saved_checkpoint(request, stories, tmp_path_factory):
 
 
 @pytest.mark.parametrize("loaded", ["one process", "tp4", "dp4", "tp2", "tp2 x dp2 zero3"])
-def test_fault_14_weights_and_moments_are_bit_equal_on_another_layout(stories, tmp_path, saved_checkpoint, loaded):
+def test_fault_14_resharded_state_is_bit_equal(stories, tmp_path, saved_checkpoint, loaded):
     config = LAYOUTS[loaded]
     losses = run_ranks(
         load_and_save_again,
@@ -56,8 +56,8 @@ def test_fault_14_weights_and_moments_are_bit_equal_on_another_layout(stories, t
 
 
 @pytest.mark.parametrize("name", SAVED)
-def test_fault_15_resume_on_the_same_layout_is_bit_equal(stories, tmp_path, name):
-    """Dropout on: random states, scheduler, moments and the data position all have to continue."""
+def test_fault_15_resume_on_same_layout_is_bit_equal(stories, tmp_path, name):
+    """With dropout: RNG states, scheduler, moments and data position must all resume."""
     config = LAYOUTS[name]
     ranks = ranks_of(config)
     uninterrupted = run_ranks(train, ranks, stories, tmp_path / "whole", config, dropout=0.1, save_strategy="no")
@@ -70,8 +70,8 @@ def test_fault_15_resume_on_the_same_layout_is_bit_equal(stories, tmp_path, name
         assert all(torch.equal(weights[key], expected[key]) for key in expected)
 
 
-def test_fault_16_a_layout_that_does_not_divide_the_heads(stories, tmp_path):
-    """Heads are refused by name before anything is read; a vocabulary of any size is split unevenly."""
+def test_fault_16_layout_must_divide_the_heads(stories, tmp_path):
+    """Indivisible heads raise before any tensor is read; a vocabulary of any size is split unevenly."""
     run_ranks(save_after_steps, 2, stories, tmp_path / "checkpoint-2", LAYOUTS["tp2"], torch.float32)
 
     def resume():

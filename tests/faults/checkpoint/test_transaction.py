@@ -1,6 +1,6 @@
-"""Kills, full disks, damage and malice: what a sharded checkpoint survives, and what it refuses.
+"""Tests of sharded checkpoints under kills, full disks, corruption and malicious files.
 
-The numbers are those of the list of faults that the checkpoint design was checked against.
+The numbers refer to the list of faults that the checkpoint design was checked against.
 """
 
 import contextlib
@@ -34,24 +34,24 @@ from hf_megatron.errors import CheckpointError, RankError
 
 ENTRIES = 3000
 SHARDS = ["shard-00000-of-00002.safetensors", "shard-00001-of-00002.safetensors"]
-# What a rank passes through in a save, in this order; rank 0 goes on where the others end.
+# I/O steps of a save, in order; rank 0 continues after the last step of the other ranks.
 WRITER_STEPS = ["probe", "open", "header", "tensor exponential", "tensor weight", "fsync", "commit"]
 FIRST_RANK_STEPS = ["leftovers", "directory", *WRITER_STEPS, "further files", "manifest", "manifest durable"]
 FIRST_RANK_STEPS += ["rename", "rename durable", "pointer written", "pointer", "pointer durable"]
 
 
-# A hang is a failure with a name.
+# A hang fails the test instead of blocking the run.
 pytestmark = pytest.mark.timeout(300)
 
 
-def values(step):
+def make_values(step):
     generator = torch.Generator().manual_seed(step)
     return torch.randn(2 * ENTRIES, generator=generator)
 
 
 def pieces(step, rank, ranks=2):
     width = 2 * ENTRIES // ranks
-    data, box = values(step)[rank * width : (rank + 1) * width], (TensorChunk((rank * width,), (width,)),)
+    data, box = make_values(step)[rank * width : (rank + 1) * width], (TensorChunk((rank * width,), (width,)),)
     return [
         LocalChunk("weight", (2 * ENTRIES,), box, data),
         LocalChunk("exponential", (2 * ENTRIES,), box, data.double().exp()),
@@ -65,11 +65,11 @@ def save(parent, step, on_step=None):
 
 
 def load(path):
-    """The step of a checkpoint, after its content was compared with what that step saved."""
+    """Returns the step of a checkpoint after comparing its content with the saved values."""
     checkpoint = Checkpoint(path)
     checkpoint.verify()
     step = checkpoint.metadata["step"]
-    expected = {"weight": values(step), "exponential": values(step).double().exp()}
+    expected = {"weight": make_values(step), "exponential": make_values(step).double().exp()}
     assert sorted(checkpoint.names()) == sorted(expected)
     for name, tensor in expected.items():
         out = torch.empty_like(tensor)
@@ -82,8 +82,8 @@ def leftovers(parent):
     return [path.name for path in parent.iterdir() if path.name.startswith(".tmp-")]
 
 
-def folders_left(parent):
-    """Without the lock files beside them, which tell the next save whether a folder's writer is gone."""
+def list_leftover_folders(parent):
+    """Lists leftover folders without their lock files, which show the next save whether a writer is still alive."""
     return [name for name in leftovers(parent) if not name.endswith(".lock")]
 
 
@@ -95,7 +95,7 @@ def save_and_die(parent, step, victim, point):
     save(parent, step, on_step=die)
 
 
-def killed_save(parent, step, victim, point):
+def run_killed_save(parent, step, victim, point):
     with pytest.raises(RankError, match=f"rank {victim} died without a result") as caught:
         run_ranks(save_and_die, 2, parent, step, victim, point)
     assert "stuck" not in str(caught.value)
@@ -109,11 +109,11 @@ def parent(tmp_path):
     return tmp_path
 
 
-def killed_before_the_end(parent, victim, point):
-    killed_save(parent, 2, victim, point)
-    # Looking for a checkpoint removes nothing; the next save does, where rank 0 did not live to.
+def check_kill_before_commit(parent, victim, point):
+    run_killed_save(parent, 2, victim, point)
+    # Discovery removes nothing; if rank 0 was killed, the next save removes its leftovers.
     left = leftovers(parent)
-    assert len(folders_left(parent)) == (1 if victim == 0 else 0)
+    assert len(list_leftover_folders(parent)) == (1 if victim == 0 else 0)
     assert latest(parent).name == "step-1" and load(latest(parent)) == 1
     assert leftovers(parent) == left
     save(parent, 2)
@@ -121,20 +121,20 @@ def killed_before_the_end(parent, victim, point):
 
 
 def test_fault_01_kill_mid_shard(parent):
-    killed_before_the_end(parent, victim=1, point="tensor exponential")
+    check_kill_before_commit(parent, victim=1, point="tensor exponential")
 
 
 def test_fault_02_kill_between_shards_and_manifest(parent):
-    killed_before_the_end(parent, victim=0, point="further files")
+    check_kill_before_commit(parent, victim=0, point="further files")
 
 
 def test_fault_03_kill_between_manifest_and_rename(parent):
-    killed_before_the_end(parent, victim=0, point="manifest durable")
+    check_kill_before_commit(parent, victim=0, point="manifest durable")
 
 
 def test_fault_03_kill_between_rename_and_latest(parent):
-    killed_save(parent, 2, 0, "rename")
-    assert folders_left(parent) == []
+    run_killed_save(parent, 2, 0, "rename")
+    assert list_leftover_folders(parent) == []
     assert load(latest(parent)) == 1 and load(find(parent, "step-2")) == 2
     (parent / "latest").unlink()
     with pytest.warns(UserWarning, match="falling back to step-2"):
@@ -145,7 +145,7 @@ def test_fault_04_sigkill_at_every_point(parent):
     expected = 1
     points = [(0, point) for point in FIRST_RANK_STEPS] + [(1, point) for point in WRITER_STEPS]
     for step, (victim, point) in enumerate(points, start=2):
-        killed_save(parent, step, victim, point)
+        run_killed_save(parent, step, victim, point)
         if point in ("pointer", "pointer durable"):
             expected = step
         assert latest(parent).name == f"step-{expected}" and load(latest(parent)) == expected, (victim, point)
@@ -174,7 +174,7 @@ def test_fault_04_error_at_every_point(parent):
         load(after)
 
 
-def test_fault_04_the_process_exits_in_the_with_block(parent):
+def test_fault_04_exit_inside_with_block(parent):
     def leave():
         with Transaction(parent / "step-2") as transaction:
             transaction.write(pieces(2, 0, 1))
@@ -191,7 +191,7 @@ def save_twice(parent):
     return True
 
 
-def test_fault_05_saving_an_existing_step_again(parent):
+def test_fault_05_saving_existing_step_raises(parent):
     before = {path.name: path.read_bytes() for path in (parent / "step-1").iterdir()}
     assert run_ranks(save_twice, 2, parent) == [True, True]
     assert {path.name: path.read_bytes() for path in (parent / "step-1").iterdir()} == before
@@ -199,7 +199,7 @@ def test_fault_05_saving_an_existing_step_again(parent):
 
 
 def save_on_full_disk(parent, limit):
-    """Returns the error, and what a collective and a save give afterwards."""
+    """Saves with an optional file size limit on rank 1; returns the error and the result of a later all-reduce."""
     if limit and dist.get_rank() == 1:
         soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
@@ -218,8 +218,8 @@ def save_on_full_disk(parent, limit):
     return message, total.item()
 
 
-def test_fault_06_a_rank_can_write_no_more(parent):
-    """The kernel refuses to let rank 1's file grow."""
+def test_fault_06_file_size_limit_on_one_rank(parent):
+    """The kernel rejects writes beyond the limit on rank 1 (`RLIMIT_FSIZE`)."""
     (first, total), second = run_ranks(save_on_full_disk, 2, parent, 20_000)
     assert second == (first, 2.0) and total == 2.0
     assert first.startswith(f"Saving {parent}/step-2 failed on rank 1: ")
@@ -228,8 +228,8 @@ def test_fault_06_a_rank_can_write_no_more(parent):
     assert load(find(parent, "step-1")) == 1 and load(latest(parent)) == 3
 
 
-def in_private_mounts(function, *args):
-    """Runs in a fork whose mounts nobody else sees; returns the result, or `None` where mounting is not permitted."""
+def run_in_private_mounts(function, *args):
+    """Runs a function in a fork with private mounts; returns its result, or `None` if mounting is not permitted."""
     receiver, sender = os.pipe()
     process = os.fork()
     if process == 0:
@@ -248,13 +248,13 @@ def in_private_mounts(function, *args):
     return json.loads(text)
 
 
-def mounted(options, directory):
+def mount_tmpfs(options, directory):
     command = ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(directory)]
     return subprocess.run(command, capture_output=True).returncode == 0
 
 
 def fill_small_disk(parent):
-    if not mounted("size=128k", parent):
+    if not mount_tmpfs("size=128k", parent):
         return None
     run_ranks(save, 2, parent, 1)
     messages = [message for message, _ in run_ranks(save_on_full_disk, 2, parent, 0)]
@@ -262,24 +262,24 @@ def fill_small_disk(parent):
 
 
 def test_fault_06_disk_full(tmp_path):
-    """A file system of 128 KiB, where mounting is permitted; the error of a full device everywhere."""
-    result = in_private_mounts(fill_small_disk, tmp_path)
+    """Uses a 128 KiB file system if mounting is permitted, and `/dev/full` in any case."""
+    result = run_in_private_mounts(fill_small_disk, tmp_path)
     if result is not None:
         (first, second), step, left = result
         assert first == second and step == 1 and left == []
         assert f"Errno {errno.ENOSPC}" in first and f"{tmp_path}/.tmp-step-2" in first and "failed on rank " in first
 
-    def full(name):
+    def write_to_full_device(name):
         if name == "header":
             Path("/dev/full").write_text("x")
 
     with pytest.raises(CheckpointError, match=f"failed on rank 0: writing .*{errno.ENOSPC}"):
-        save(tmp_path, 4, on_step=full)
+        save(tmp_path, 4, on_step=write_to_full_device)
     assert list(tmp_path.iterdir()) == []
 
 
 def save_without_permission(parent):
-    """Rank 1 may not write; as root it becomes nobody for a moment."""
+    """Opens a transaction without write permission on rank 1, which drops its root privileges meanwhile."""
     root = os.geteuid() == 0
     if root and dist.get_rank() == 1:
         os.seteuid(65534)
@@ -302,7 +302,7 @@ def test_fault_07_permission_denied(tmp_path):
 
 
 def save_read_only(parent):
-    if not mounted("ro", parent):
+    if not mount_tmpfs("ro", parent):
         return None
     try:
         Transaction(parent / "step-1")
@@ -310,23 +310,23 @@ def save_read_only(parent):
         return str(error)
 
 
-def test_fault_07_no_directory_can_be_made(tmp_path):
-    message = in_private_mounts(save_read_only, tmp_path)
+def test_fault_07_directory_cannot_be_created(tmp_path):
+    message = run_in_private_mounts(save_read_only, tmp_path)
     assert message is None or ("Read-only file system" in message and str(tmp_path) in message)
     (tmp_path / "file").write_text("not a directory")
     with pytest.raises(CheckpointError, match=f"{tmp_path}/file"):
         Transaction(tmp_path / "file" / "step-1")
 
 
-def message_of_opening(path):
+def get_open_error(path):
     try:
         open_checkpoint(path)
     except CheckpointError as error:
         return str(error)
 
 
-def on_both_ranks(path):
-    first, second = run_ranks(message_of_opening, 2, path)
+def get_open_error_on_ranks(path):
+    first, second = run_ranks(get_open_error, 2, path)
     assert first == second
     return first
 
@@ -337,7 +337,7 @@ def test_fault_08_bit_flip(parent, file):
     content = bytearray(path.read_bytes())
     content[-1000] ^= 4
     path.write_bytes(content)
-    message = on_both_ranks(parent / "step-1")
+    message = get_open_error_on_ranks(parent / "step-1")
     assert "checksum" in message and file in message
 
 
@@ -345,13 +345,13 @@ def test_fault_09_truncated_shard(parent):
     path = parent / "step-1" / SHARDS[1]
     size = path.stat().st_size
     os.truncate(path, size - 10)
-    assert f"{SHARDS[1]} has {size - 10} bytes instead of {size}" in on_both_ranks(parent / "step-1")
+    assert f"{SHARDS[1]} has {size - 10} bytes instead of {size}" in get_open_error_on_ranks(parent / "step-1")
 
 
 def test_fault_10_missing_shards(parent):
     for file in SHARDS:
         (parent / "step-1" / file).unlink()
-    message = on_both_ranks(parent / "step-1")
+    message = get_open_error_on_ranks(parent / "step-1")
     assert f"2 files are missing: {SHARDS[0]}, {SHARDS[1]}" in message
 
 
@@ -389,7 +389,7 @@ def test_fault_12_extra_and_missing_names(parent):
         checkpoint.read("bias", [], torch.empty(0))
 
 
-def test_fault_12_entries_that_were_not_saved(tmp_path):
+def test_fault_12_missing_entries(tmp_path):
     with Transaction(tmp_path / "step-1") as transaction:
         for number in range(2):
             transaction.write(
@@ -413,10 +413,10 @@ def test_fault_13_shape_and_dtype_mismatch(parent):
         checkpoint.read("weight", [TensorChunk((0,), (size,))], out)
     assert out.sum() == 0
     checkpoint.read("weight", [TensorChunk((0,), (size,))], out, cast=True)
-    assert torch.equal(out, values(1).bfloat16())
+    assert torch.equal(out, make_values(1).bfloat16())
 
 
-def test_fault_13_ranks_disagree_about_a_tensor(tmp_path):
+def test_fault_13_ranks_disagree_on_dtype(tmp_path):
     with (
         pytest.raises(CheckpointError, match="x is .*float32 on one rank and .*float64"),
         Transaction(tmp_path / "step-1") as transaction,
@@ -437,14 +437,14 @@ def edit_manifest(path, edit):
 def rename_file(content, old, new):
     content["files"][new] = content["files"].pop(old)
     for tensor in content["tensors"].values():
-        for piece in tensor["pieces"]:
-            piece["file"] = new if piece["file"] == old else piece["file"]
+        for chunk in tensor["pieces"]:
+            chunk["file"] = new if chunk["file"] == old else chunk["file"]
 
 
 @pytest.mark.parametrize(
     "name", ["../outside.safetensors", "{outside}", "a/../../outside.safetensors", "a//b", "", "."]
 )
-def test_fault_24_file_names_that_lead_out(parent, name):
+def test_fault_24_file_names_outside_checkpoint(parent, name):
     outside = parent / "outside.safetensors"
     (parent / "step-1" / SHARDS[0]).rename(outside)
     edit_manifest(
@@ -455,7 +455,7 @@ def test_fault_24_file_names_that_lead_out(parent, name):
 
 
 @pytest.mark.parametrize("file", [*SHARDS, MANIFEST])
-def test_fault_24_link_that_leads_out(parent, file):
+def test_fault_24_symlink_outside_checkpoint(parent, file):
     inside, outside = parent / "step-1" / file, parent / "outside"
     inside.rename(outside)
     inside.symlink_to(outside)
@@ -464,13 +464,13 @@ def test_fault_24_link_that_leads_out(parent, file):
 
 
 def replace_shard(path, content):
-    """A shard with other content, and a manifest that agrees with it."""
+    """Replaces the content of a shard and updates its size and checksum in the manifest."""
     (path / SHARDS[0]).write_bytes(content)
     entry = {"size": len(content), "blake3": blake3(content).hexdigest()}
     edit_manifest(path, lambda manifest: manifest["files"].update({SHARDS[0]: entry}))
 
 
-def header_of(entry):
+def make_shard(entry):
     text = json.dumps({"weight": entry}).encode()
     return len(text).to_bytes(8, "little") + text + b"\0" * 30_000
 
@@ -481,13 +481,13 @@ BAD_SHARDS = {
     "giant header": (1 << 60).to_bytes(8, "little") + b"{" * 40_000,
     "header beyond the file": (40_001).to_bytes(8, "little") + b"{" * 40_000,
     "deep header": (40_000).to_bytes(8, "little") + b"[" * 40_000,
-    "offsets beyond the file": header_of({"dtype": "F32", "shape": [3000], "data_offsets": [90_000, 102_000]}),
-    "negative offset": header_of({"dtype": "F32", "shape": [3000], "data_offsets": [-12_000, 0]}),
-    "more entries than bytes": header_of({"dtype": "F32", "shape": [1 << 62, 4], "data_offsets": [0, 12_000]}),
-    "another dtype": header_of({"dtype": "F16", "shape": [6000], "data_offsets": [0, 12_000]}),
-    "unknown dtype": header_of({"dtype": "X", "shape": [3000], "data_offsets": [0, 12_000]}),
-    "no entry": header_of(None),
-    "fraction": header_of({"dtype": "F32", "shape": [3000.0], "data_offsets": [0, 12_000]}),
+    "offsets beyond the file": make_shard({"dtype": "F32", "shape": [3000], "data_offsets": [90_000, 102_000]}),
+    "negative offset": make_shard({"dtype": "F32", "shape": [3000], "data_offsets": [-12_000, 0]}),
+    "more entries than bytes": make_shard({"dtype": "F32", "shape": [1 << 62, 4], "data_offsets": [0, 12_000]}),
+    "another dtype": make_shard({"dtype": "F16", "shape": [6000], "data_offsets": [0, 12_000]}),
+    "unknown dtype": make_shard({"dtype": "X", "shape": [3000], "data_offsets": [0, 12_000]}),
+    "no entry": make_shard(None),
+    "fraction": make_shard({"dtype": "F32", "shape": [3000.0], "data_offsets": [0, 12_000]}),
 }
 
 
@@ -503,34 +503,34 @@ def test_fault_24_malicious_shard(parent, content):
         checkpoint.read("weight", [TensorChunk((0,), (2 * ENTRIES,))], torch.empty(2 * ENTRIES))
 
 
-def malicious(tensor):
-    piece = tensor["pieces"][0]
-    run = piece["boxes"][0]
+def make_malicious_edits(tensor):
+    chunk = tensor["pieces"][0]
+    run = chunk["boxes"][0]
     return {
-        "endless boxes": lambda: piece.update(boxes=[run | {"repeat": 1 << 60, "step": [0]}]),
-        "endless nothing": lambda: piece.update(boxes=[{"offset": [], "shape": [], "repeat": 1 << 60, "step": [0]}]),
-        "half a million empty boxes": lambda: piece.update(
+        "endless boxes": lambda: chunk.update(boxes=[run | {"repeat": 1 << 60, "step": [0]}]),
+        "endless nothing": lambda: chunk.update(boxes=[{"offset": [], "shape": [], "repeat": 1 << 60, "step": [0]}]),
+        "half a million empty boxes": lambda: chunk.update(
             boxes=[{"offset": [[0]], "shape": [[0]], "repeat": 1 << 19, "step": [0]}]
         ),
-        "an empty box beside": lambda: piece.update(boxes=[run, {"offset": [[0]], "shape": [[0]]}]),
-        "more boxes than bytes": lambda: piece.update(
+        "an empty box beside": lambda: chunk.update(boxes=[run, {"offset": [[0]], "shape": [[0]]}]),
+        "more boxes than bytes": lambda: chunk.update(
             boxes=[{"offset": [[0]], "shape": [[1]], "repeat": 1 << 19, "step": [0]}]
         ),
         "box outside": lambda: run.update(offset=[[5000]]),
         "negative box": lambda: run.update(offset=[[-1]]),
         "huge": lambda: (tensor.update(shape=[1 << 61]), run.update(shape=[[1 << 61]])),
-        "file that is not listed": lambda: piece.update(file="other"),
-        "key that is not there": lambda: piece.update(key="other"),
-        "wrong type": lambda: piece.update(boxes="boxes"),
+        "file that is not listed": lambda: chunk.update(file="other"),
+        "key that is not there": lambda: chunk.update(key="other"),
+        "wrong type": lambda: chunk.update(boxes="boxes"),
         "wrong dtype": lambda: tensor.update(dtype="float16"),
         "unknown dtype": lambda: tensor.update(dtype="object"),
         "true as a size": lambda: run.update(shape=[[True]]),
     }
 
 
-@pytest.mark.parametrize("name", list(malicious({"pieces": [{"boxes": [{}]}]})))
+@pytest.mark.parametrize("name", list(make_malicious_edits({"pieces": [{"boxes": [{}]}]})))
 def test_fault_24_malicious_manifest(parent, name):
-    edit_manifest(parent / "step-1", lambda content: malicious(content["tensors"]["weight"])[name]())
+    edit_manifest(parent / "step-1", lambda content: make_malicious_edits(content["tensors"]["weight"])[name]())
     with pytest.raises(CheckpointError):
         checkpoint = Checkpoint(parent / "step-1")
         checkpoint.read("weight", [TensorChunk((0,), (2 * ENTRIES,))], torch.empty(2 * ENTRIES))
@@ -544,8 +544,8 @@ class Bomb:
         return (os.mkdir, (str(self.marker),))
 
 
-def load_watched(path):
-    """What is opened while a checkpoint is loaded."""
+def record_opened_files(path):
+    """Returns the names of all files opened while a checkpoint is loaded."""
     opened = []
     sys.addaudithook(lambda event, arguments: opened.append(str(arguments[0])) if event == "open" else None)
     load(path)
@@ -557,22 +557,22 @@ def test_fault_24_pickles_are_never_opened(tmp_path):
         transaction.write(pieces(1, 0, 1))
         for name in (".metadata", "pytorch_model.bin", "optimizer.pt"):
             (transaction.directory / name).write_bytes(pickle.dumps(Bomb(tmp_path / "marker")))
-    ((opened),) = run_ranks(load_watched, 1, tmp_path / "step-1")
+    ((opened),) = run_ranks(record_opened_files, 1, tmp_path / "step-1")
     assert not (tmp_path / "marker").exists()
     inside = [name for name in opened if str(tmp_path) in name]
     assert {Path(name).name for name in inside} >= {MANIFEST, "shard-00000-of-00001.safetensors"}
     assert {Path(name).parent for name in inside} == {tmp_path / "step-1"}
-    # The checksums cover the pickles, as bytes; a damaged one is found, not run.
+    # Checksums cover the bytes of the pickles: a corrupted one is detected, never unpickled.
     (tmp_path / "step-1" / ".metadata").write_bytes(b"x" * (tmp_path / "step-1" / ".metadata").stat().st_size)
     with pytest.raises(CheckpointError, match="checksums of .metadata"):
         Checkpoint(tmp_path / "step-1").verify()
 
 
-def test_fault_25_mutated_right_after_return(tmp_path):
+def test_fault_25_mutation_after_return(tmp_path):
     saver, tensors = AsyncSaver(), pieces(1, 0, 1)
     for step in (1, 2):
-        for piece, fresh in zip(tensors, pieces(step, 0, 1), strict=True):
-            piece.data.copy_(fresh.data)
+        for chunk, fresh in zip(tensors, pieces(step, 0, 1), strict=True):
+            chunk.data.copy_(fresh.data)
         mutated = threading.Event()
 
         def on_step(name, mutated=mutated):
@@ -580,14 +580,14 @@ def test_fault_25_mutated_right_after_return(tmp_path):
 
         saver.save(tensors, tmp_path / f"step-{step}", {"step": step}, on_step=on_step)
         assert saver.busy
-        for piece in tensors:
-            piece.data.fill_(float("nan"))
+        for chunk in tensors:
+            chunk.data.fill_(float("nan"))
         mutated.set()
     saver.close()
     assert load(tmp_path / "step-1") == 1 and load(latest(tmp_path)) == 2
 
 
-def test_fault_25_latest_waits_and_saves_are_serialised(parent):
+def test_fault_25_saves_are_serialized(parent):
     events, saver = [], AsyncSaver()
 
     def observe(step):
@@ -607,7 +607,7 @@ def test_fault_25_latest_waits_and_saves_are_serialised(parent):
     saver.close()
 
 
-def save_in_background_until(parent, point):
+def save_in_background(parent, point):
     def on_step(name):
         if name == point:
             os.kill(os.getpid(), signal.SIGTERM)
@@ -619,9 +619,9 @@ def save_in_background_until(parent, point):
 
 
 @pytest.mark.parametrize("point", FIRST_RANK_STEPS)
-def test_fault_25_sigterm_during_the_save(parent, point):
+def test_fault_25_sigterm_during_save(parent, point):
     with pytest.raises(RankError, match="rank 0 died"):
-        run_ranks(save_in_background_until, 1, parent, point)
+        run_ranks(save_in_background, 1, parent, point)
     assert load(latest(parent)) == (2 if point in ("pointer", "pointer durable") else 1)
     for path in parent.glob("step-*"):
         load(path)
@@ -654,7 +654,7 @@ def test_fault_25_background_error_on_every_rank(parent):
     assert not (parent / "step-2").exists() and load(latest(parent)) == 3
 
 
-def test_no_warning_in_the_ordinary_case(parent):
+def test_no_warning_without_fault(parent):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert load(latest(parent)) == 1

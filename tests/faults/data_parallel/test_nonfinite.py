@@ -1,4 +1,4 @@
-"""A gradient that is not finite on one rank: every rank skips the step, and nothing of the optimizer moves."""
+"""Tests of a non-finite gradient on one rank: all ranks skip the step and keep the optimizer state unchanged."""
 
 import types
 
@@ -29,12 +29,12 @@ LIMIT = 2e-4
 LAYOUTS = ["dp2", "dp2+zero0", "tp2+dp2+zero2", "dp2+zero3", "tp2"]
 
 
-def adamw(model, **kwargs):
+def make_adamw(model, **kwargs):
     return prepare_optimizer(torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-4, **kwargs))
 
 
-class Spoiled:
-    """Holds the node that a hook is on: autograd makes it anew once nobody does."""
+class SpoilHandle:
+    """Hook on a gradient accumulator, which it keeps alive: autograd recreates a node without references."""
 
     def __init__(self, node, hook):
         self.node, self.handle = node, node.register_prehook(hook)
@@ -43,8 +43,8 @@ class Spoiled:
         self.handle.remove()
 
 
-def spoil_an_entry(model, rank, value=float("inf")):
-    """An entry of a gradient becomes `value` on one rank, until the handle is removed."""
+def spoil_gradient_entry(model, rank, value=float("inf")):
+    """Sets an entry of a gradient to `value` on one rank until the returned handle is removed."""
     layer = model.model.layers[1].mlp.up_proj
 
     def spoil(gradient):
@@ -66,14 +66,14 @@ def spoil_an_entry(model, rank, value=float("inf")):
         return SpoiledGradient.apply(output)
 
     if parallel_state(model).shards_weights:
-        # FSDP2 computes with other tensors than the parameters.
+        # FSDP2 computes with unsharded tensors, not with the parameters themselves.
         return layer.register_forward_hook(spoil_output)
-    model.spoiled = Spoiled(accumulator(layer.weight), lambda gradients: (spoil(gradients[0]),))
+    model.spoiled = SpoilHandle(accumulator(layer.weight), lambda gradients: (spoil(gradients[0]),))
     return model.spoiled
 
 
-def state_of(optimizer):
-    """Copies of all optimizer state, in the order of parameters."""
+def copy_optimizer_state(optimizer):
+    """Copies the full optimizer state, in parameter order."""
     return [
         (name, key, value.clone() if isinstance(value, torch.Tensor) else value)
         for name, state in optimizer.state_dict()["state"].items()
@@ -81,7 +81,7 @@ def state_of(optimizer):
     ]
 
 
-def same(one, other):
+def are_states_equal(one, other):
     def equal(a, b):
         return torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
 
@@ -90,37 +90,41 @@ def same(one, other):
 
 @pytest.mark.parametrize("text", LAYOUTS)
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_every_rank_skips_and_training_goes_on(stories, text, value):
-    """The run equals one process that never saw the bad batch."""
+def test_all_ranks_skip_and_training_resumes(stories, text, value):
+    """The run matches a single-process run without the bad batch."""
 
     def run(model):
-        optimizer = adamw(model)
+        optimizer = make_adamw(model)
         train(model, optimizer, 2)
         if parallel_state(model) is not None:
-            engine, weights, state = parallel_state(model).data_parallel, snapshot(model), state_of(optimizer)
+            engine, weights, state = (
+                parallel_state(model).data_parallel,
+                snapshot(model),
+                copy_optimizer_state(optimizer),
+            )
             optimizer.zero_grad()
             loss = model(**local_samples(model, batch(99))).loss
             (loss * value if dist.get_rank() == 1 else loss).backward()
             optimizer.step()
             assert optimizer._hf_megatron.step_was_skipped and engine.step_status.skipped_steps == 1
             assert unmoved(model, weights)
-            assert same(state, state_of(optimizer))
+            assert are_states_equal(state, copy_optimizer_state(optimizer))
         train(model, optimizer, 1, first=2)
         if parallel_state(model) is not None:
             assert not optimizer._hf_megatron.step_was_skipped and engine.step_status.skipped_steps == 1
-            assert not same(state, state_of(optimizer)), "the comparison sees a step"
+            assert not are_states_equal(state, copy_optimizer_state(optimizer)), "the comparison sees a step"
 
     assert error_of(stories, run, layout(text)) < LIMIT
 
 
 @pytest.mark.parametrize("text", LAYOUTS)
-def test_one_bad_entry_on_one_rank_is_enough(stories, text):
-    """Only the rank that owns the entry sees it."""
+def test_one_nonfinite_entry_skips_all_ranks(stories, text):
+    """Only the rank that owns the non-finite entry sees it."""
 
     def on_rank():
         model = load(stories, layout(text))
-        optimizer, before = adamw(model), snapshot(model)
-        spoil_an_entry(model, rank=1)
+        optimizer, before = make_adamw(model), snapshot(model)
+        spoil_gradient_entry(model, rank=1)
         backward(model)
         optimizer.step()
         skipped = unmoved(model, before)
@@ -130,16 +134,16 @@ def test_one_bad_entry_on_one_rank_is_enough(stories, text):
 
 
 @pytest.mark.parametrize("text", ["dp2", "dp2+zero3"])
-def test_training_ends_after_too_many_skipped_steps(stories, text):
+def test_too_many_skipped_steps_raise(stories, text):
     config = MegatronConfig(**layout(text).to_dict() | {"max_skipped_steps": 3})
 
     def on_rank():
         model = load(stories, config)
-        optimizer = adamw(model)
+        optimizer = make_adamw(model)
 
         def step(spoiled):
             optimizer.zero_grad()
-            handle = spoil_an_entry(model, 1) if spoiled else None
+            handle = spoil_gradient_entry(model, 1) if spoiled else None
             backward(model)
             if handle is not None:
                 handle.remove()
@@ -156,7 +160,7 @@ def test_training_ends_after_too_many_skipped_steps(stories, text):
 
 @pytest.mark.parametrize("text", ["dp2", "tp2+dp2+zero0"])
 @pytest.mark.parametrize("clipped", [False, True])
-def test_an_accelerate_scheduler_waits_for_skipped_steps(stories, text, clipped):
+def test_accelerate_scheduler_follows_skipped_steps(stories, text, clipped):
     from accelerate import Accelerator
 
     def on_rank():
@@ -165,29 +169,29 @@ def test_an_accelerate_scheduler_waits_for_skipped_steps(stories, text, clipped)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
         scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
         model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
-        seen = []
+        history = []
         for spoiled in (False, True, False):
-            handle = spoil_an_entry(model, 1) if spoiled else None
+            handle = spoil_gradient_entry(model, 1) if spoiled else None
             accelerator.backward(model(**local_samples(model, batch(3))).loss)
             if clipped:
                 accelerator.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             scheduler.step()
             optimizer.zero_grad()
-            seen.append((optimizer.step_was_skipped, scheduler.get_last_lr()[0]))
+            history.append((optimizer.step_was_skipped, scheduler.get_last_lr()[0]))
             if handle is not None:
                 handle.remove()
-        return seen
+        return history
 
-    # A step of the schedule for each of two replicas.
+    # Accelerate steps the scheduler once for each of the two data-parallel replicas.
     expected = [(False, 2.5e-4), (True, 2.5e-4), (False, 6.25e-5)]
     assert run_ranks(on_rank, ranks_of(layout(text))) == [expected] * ranks_of(layout(text))
 
 
-# fp16 loss loss_scaling
+# fp16 loss scaling
 
 
-def scaled_step(model, optimizer, scaler, seeds, max_norm=None):
+def run_scaled_step(model, optimizer, scaler, seeds, max_norm=None):
     optimizer.zero_grad()
     backward(model, seeds, scaler.scale)
     if max_norm is not None:
@@ -198,28 +202,28 @@ def scaled_step(model, optimizer, scaler, seeds, max_norm=None):
     scaler.update()
 
 
-def new_scaler():
+def make_scaler():
     return torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=1000)
 
 
 @pytest.mark.parametrize("max_norm", [None, 0.1])
 @pytest.mark.parametrize("text", ["dp2", "tp2+dp2+zero2", "dp2+zero3", "tp2"])
-def test_fault_22_overflow_on_one_rank_makes_all_ranks_skip(stories, text, max_norm):
-    """With an overflow in the second step; the rest equals one process without a scaler that never saw it."""
+def test_fault_22_overflow_on_one_rank_skips_all_ranks(stories, text, max_norm):
+    """The other two steps match a single-process run with the same scaler and without the overflow."""
 
     def run(model):
-        optimizer, parallel = adamw(model), parallel_state(model) is not None
-        scaler = new_scaler()
+        optimizer, parallel = make_adamw(model), parallel_state(model) is not None
+        scaler = make_scaler()
         for step in range(3):
             if step == 1 and not parallel:
                 continue
-            handle = spoil_an_entry(model, 1) if step == 1 else None
-            before, state = snapshot(model), state_of(optimizer) if step == 1 else None
-            scaled_step(model, optimizer, scaler, (2 * step, 2 * step + 1), max_norm)
+            handle = spoil_gradient_entry(model, 1) if step == 1 else None
+            before, state = snapshot(model), copy_optimizer_state(optimizer) if step == 1 else None
+            run_scaled_step(model, optimizer, scaler, (2 * step, 2 * step + 1), max_norm)
             if handle is not None:
                 handle.remove()
                 assert unmoved(model, before)
-                assert same(state, state_of(optimizer))
+                assert are_states_equal(state, copy_optimizer_state(optimizer))
         assert scaler.get_scale() == (2.0**9 if parallel else 2.0**10)
         assert not parallel or parallel_state(model).data_parallel.step_status.skipped_steps == 1
 
@@ -238,10 +242,10 @@ def test_fault_22_overflow_on_one_rank_makes_all_ranks_skip(stories, text, max_n
     ],
 )
 def test_fault_22_scaled_equals_unscaled(stories, text, fused, clipping):
-    """Without an overflow; the limit of the config clips what is no longer scaled."""
+    """Without an overflow; `gradient_clipping` of the config applies to the unscaled gradients."""
 
     def run(model):
-        optimizer = adamw(model, fused=fused)
+        optimizer = make_adamw(model, fused=fused)
         if parallel_state(model) is None:
             for step in range(3):
                 optimizer.zero_grad()
@@ -250,9 +254,9 @@ def test_fault_22_scaled_equals_unscaled(stories, text, fused, clipping):
                     torch.nn.utils.clip_grad_norm_(model.parameters(), clipping)
                 optimizer.step()
             return
-        scaler = new_scaler()
+        scaler = make_scaler()
         for step in range(3):
-            scaled_step(model, optimizer, scaler, (2 * step, 2 * step + 1))
+            run_scaled_step(model, optimizer, scaler, (2 * step, 2 * step + 1))
         assert scaler.get_scale() == 2.0**10
 
     config = MegatronConfig(**layout(text).to_dict() | {"gradient_clipping": clipping})
@@ -260,29 +264,29 @@ def test_fault_22_scaled_equals_unscaled(stories, text, fused, clipping):
 
 
 def test_fault_22_fused_optimizer_skips_too(stories):
-    """It is stepped all the same, with the verdict beside the gradients."""
+    """A fused optimizer is called in any case and receives `found_inf` with the gradients."""
 
     def on_rank():
         model = load(stories, layout("dp2"))
-        optimizer, before, scaler = adamw(model, fused=True), snapshot(model), new_scaler()
-        spoil_an_entry(model, 1)
-        scaled_step(model, optimizer, scaler, (0, 1))
+        optimizer, before, scaler = make_adamw(model, fused=True), snapshot(model), make_scaler()
+        spoil_gradient_entry(model, 1)
+        run_scaled_step(model, optimizer, scaler, (0, 1))
         skipped = unmoved(model, before)
         return skipped, scaler.get_scale(), parallel_state(model).data_parallel.step_status.skipped_steps
 
     assert run_ranks(on_rank, 2) == [(True, 2.0**9, 1)] * 2
 
 
-def test_fault_22_ranks_diverge_without_a_shared_gradient_status(stories):
-    """The seeded fault: each rank asks its own shards only."""
+def test_fault_22_ranks_diverge_without_shared_status(stories):
+    """Seeded fault: each rank checks only its own shards."""
 
     def on_rank(seeded):
         if seeded:
             grad_scaler.dist = types.SimpleNamespace(all_reduce=lambda *args, **kwargs: None, ReduceOp=dist.ReduceOp)
         model = load(stories, layout("tp2"))
-        optimizer, before, scaler = adamw(model), snapshot(model), new_scaler()
-        spoil_an_entry(model, 1)
-        scaled_step(model, optimizer, scaler, (0, 1))
+        optimizer, before, scaler = make_adamw(model), snapshot(model), make_scaler()
+        spoil_gradient_entry(model, 1)
+        run_scaled_step(model, optimizer, scaler, (0, 1))
         return unmoved(model, before), scaler.get_scale()
 
     assert run_ranks(on_rank, 2, False) == [(True, 2.0**9), (True, 2.0**9)]

@@ -1,4 +1,4 @@
-"""Faults in how a pipeline and a loop agree about gradients: each must show in Trainer's log or in the gradients."""
+"""Tests of seeded faults in gradient scaling of a pipelined loop: each must change Trainer's log or the gradients."""
 
 import pytest
 
@@ -18,7 +18,7 @@ STORES = (PlainGradients, GradientReducer)
 ACCUMULATED = {"max_steps": 2, "trainer_class": OwnLoss}
 
 
-def count_a_batch_of_a_step_twice():
+def double_later_batches():
     for store in STORES:
         original = store.flush
 
@@ -28,7 +28,7 @@ def count_a_batch_of_a_step_twice():
         store.flush = flush
 
 
-def lose_all_but_the_first_batch_of_a_step():
+def drop_later_batches():
     for store in STORES:
         original = store.flush
 
@@ -38,13 +38,13 @@ def lose_all_but_the_first_batch_of_a_step():
         store.flush = flush
 
 
-def ignore_what_backward_brings():
+def ignore_backward_scale():
     original = ScheduledGradients.finalize
     ScheduledGradients.finalize = lambda self, scale, **kwargs: original(self, self.seed, **kwargs)
 
 
-def scale_the_sum_and_not_the_call():
-    """As if a batch's factor counted for everything that is there."""
+def rescale_accumulated_gradients():
+    """Scales the gradients accumulated so far by the factor of the current batch."""
     original = PlainGradients.flush
 
     def flush(self, sums, factor, **kwargs):
@@ -56,13 +56,13 @@ def scale_the_sum_and_not_the_call():
     PlainGradients.flush = flush
 
 
-def forget_the_division_by_accumulation():
+def skip_accumulation_division():
     original = integration._scale
     integration._scale = lambda trainer, has_count: original(trainer, has_count) * 2
 
 
-def let_gradients_join_the_sums_at_once():
-    """As if every factor had been announced: that of the first batch is another one."""
+def accumulate_gradients_directly():
+    """Accumulates directly although the first batch has another factor."""
     original = ScheduledGradients.for_training.__func__
 
     def for_training(cls, scale, *args, **kwargs):
@@ -80,63 +80,63 @@ def log(stories, tmp_path_factory):
     return log
 
 
-def sabotaged(fault, function, *args, **kwargs):
+def run_with_fault(fault, function, *args, **kwargs):
     fault()
     return function(*args, **kwargs)
 
 
-def nothing():
-    """No fault: the comparison passes."""
+def apply_no_fault():
+    """Control case: without a fault the comparison passes."""
 
 
 @pytest.mark.parametrize(
     "fault",
     [
-        nothing,
-        count_a_batch_of_a_step_twice,
-        lose_all_but_the_first_batch_of_a_step,
-        ignore_what_backward_brings,
-        scale_the_sum_and_not_the_call,
-        let_gradients_join_the_sums_at_once,
+        apply_no_fault,
+        double_later_batches,
+        drop_later_batches,
+        ignore_backward_scale,
+        rescale_accumulated_gradients,
+        accumulate_gradients_directly,
     ],
 )
 def test_accumulation(stories, tmp_path, log, fault):
     try:
-        found = run_ranks(sabotaged, 2, fault, train, stories, tmp_path, PP2, **ACCUMULATED)
+        results = run_ranks(run_with_fault, 2, fault, train, stories, tmp_path, PP2, **ACCUMULATED)
     except RankError:
-        assert fault is let_gradients_join_the_sums_at_once, "they are there already"
+        assert fault is accumulate_gradients_directly, "they are there already"
         return
-    assert (apart(found[0][0], log) < 2e-6) == (fault is nothing)
+    assert (apart(results[0][0], log) < 2e-6) == (fault is apply_no_fault)
 
 
-def test_a_wrong_announcement_of_the_integration_is_found_out(stories, tmp_path):
-    """Before gradients are added by it."""
-    found = run_ranks(sabotaged, 2, forget_the_division_by_accumulation, train, stories, tmp_path, PP2, max_steps=2)
-    assert all(sums for _, sums in found), "it was believed"
-    assert apart(found[0][0], trained_alone(train, stories, max_steps=2)[0]) < 2e-6
+def test_wrong_announced_scale_is_detected(stories, tmp_path):
+    """The mismatch is detected before gradients are accumulated with the wrong scale."""
+    results = run_ranks(run_with_fault, 2, skip_accumulation_division, train, stories, tmp_path, PP2, max_steps=2)
+    assert all(sums for _, sums in results), "it was believed"
+    assert apart(results[0][0], trained_alone(train, stories, max_steps=2)[0]) < 2e-6
 
 
-def leave_tied_weights_to_each_end():
+def skip_tied_gradient_sum():
     TiedGradients.sum = lambda self: None
 
 
-def take_sums_of_unknown_scale_for_known():
+def flush_with_unit_factor():
     ScheduledGradients.flush = lambda self, factor, keep: self.store.flush(self._stashed, 1.0, keep=keep)
 
 
 @pytest.mark.parametrize(
     ("function", "fault"),
     [
-        (preferences, leave_tied_weights_to_each_end),
-        (mixed, take_sums_of_unknown_scale_for_known),
+        (preferences, skip_tied_gradient_sum),
+        (mixed, flush_with_unit_factor),
     ],
 )
-def test_losses_of_several_forwards(stories, function, fault):
+def test_faults_in_multi_forward_losses_are_detected(stories, function, fault):
     result = lambda found: found[0] if function is preferences else found  # noqa: E731
     [expected] = run_ranks(function, 1, stories, None)
     config = layout(dp_size=2, zero_stage=2, num_microbatches=2)
     try:
-        found = run_ranks(sabotaged, ranks_of(config), fault, function, stories, config)
+        results = run_ranks(run_with_fault, ranks_of(config), fault, function, stories, config)
     except RankError:
         return
-    assert worst([result(rank) for rank in found], result(expected)) > 1e-3
+    assert worst([result(rank) for rank in results], result(expected)) > 1e-3

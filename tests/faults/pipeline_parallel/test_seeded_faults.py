@@ -1,4 +1,4 @@
-"""Tests of the pipeline's tests: each seeded fault must make the comparison fail."""
+"""Tests of the pipeline parity check: each seeded fault must make the comparison fail."""
 
 import contextlib
 import dataclasses
@@ -25,7 +25,7 @@ def tiny_model():
     return make_tiny_model(CONFIG_MAPPING["gemma2"](), microbatches=2, batch_size=5)
 
 
-def drop_the_gradient_of_a_stage():
+def drop_stage_gradients():
     original = executor.Execution._hand_back
 
     def hand_back(self, cell, inputs):
@@ -37,7 +37,7 @@ def drop_the_gradient_of_a_stage():
     executor.Execution._hand_back = hand_back
 
 
-def count_a_microbatch_twice():
+def double_microbatch_gradients():
     original = executor.Execution._backward
 
     def backward(self, action):
@@ -50,12 +50,12 @@ def count_a_microbatch_twice():
     executor.Execution._backward = backward
 
 
-def forget_to_sum_tied_gradients():
+def skip_tied_gradient_sum():
     Transport.sum_with = lambda self, tensor, peer, tag: None
 
 
-def sum_tied_gradients_of_the_full_step_again():
-    """Sums what was summed in the call before once more."""
+def sum_tied_gradients_twice():
+    """Sums the tied gradients of earlier calls once more after each call."""
     TiedGradients.parameters = lambda self: []
 
     original = ScheduledGradients.finalize
@@ -74,16 +74,16 @@ def sum_tied_gradients_of_the_full_step_again():
     ScheduledGradients.finalize = finalize
 
 
-def count_the_tied_weight_twice_in_the_norm():
+def count_tied_weight_twice_in_norm():
     ModelParameters.holders = lambda self, parameter: self.state.axes.size("stage")
 
 
-def ignore_the_scale_of_backward():
+def ignore_backward_scale():
     original = ScheduledGradients.finalize
     ScheduledGradients.finalize = lambda self, scale, **kwargs: original(self, self.seed, **kwargs)
 
 
-def each_microbatch_by_its_own_targets():
+def use_microbatch_denominator():
     @contextlib.contextmanager
     def over(self, share):
         self.used = {"labels"}
@@ -92,11 +92,11 @@ def each_microbatch_by_its_own_targets():
     BatchLoss.over = over
 
 
-def keep_the_zeros_instead_of_what_was_received():
+def discard_received_activations():
     StageBoundary._enter = lambda self, index, args, kwargs: (args, kwargs)
 
 
-def mix_up_microbatches():
+def shift_received_activations():
     original = executor.Execution._take_inputs
 
     def take_inputs(self, cell, message):
@@ -108,53 +108,53 @@ def mix_up_microbatches():
 
 
 FAULTS = [
-    drop_the_gradient_of_a_stage,
-    count_a_microbatch_twice,
-    forget_to_sum_tied_gradients,
-    sum_tied_gradients_of_the_full_step_again,
-    count_the_tied_weight_twice_in_the_norm,
-    ignore_the_scale_of_backward,
-    each_microbatch_by_its_own_targets,
-    keep_the_zeros_instead_of_what_was_received,
-    mix_up_microbatches,
+    drop_stage_gradients,
+    double_microbatch_gradients,
+    skip_tied_gradient_sum,
+    sum_tied_gradients_twice,
+    count_tied_weight_twice_in_norm,
+    ignore_backward_scale,
+    use_microbatch_denominator,
+    discard_received_activations,
+    shift_received_activations,
 ]
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
-def test_fault_is_found(tiny_model, fault):
+def test_fault_is_detected(tiny_model, fault):
     [layout] = parse_layouts("pp2")
     comparison = check_tiny_model(tiny_model, layout, sabotage=fault)
     assert not comparison.passed, comparison.worst
     assert comparison.worst.value > 10
 
 
-def add_up_weights_of_the_last_microbatch_only():
+def keep_every_fourth_weight_gradient():
     original = executor.backward_weights
-    seen = []
+    calls = []
 
     def backward_weights(parameters, groups):
-        seen.append(1)
-        if len(seen) % 4 == 0:
+        calls.append(1)
+        if len(calls) % 4 == 0:
             original(parameters, groups)
 
     executor.backward_weights = backward_weights
 
 
-def test_faults_of_a_split_backward_are_found(tiny_model):
+def test_split_backward_fault_is_detected(tiny_model):
     [layout] = parse_layouts("pp2")
     layout = dataclasses.replace(layout, pipeline_schedule="zbv")
     assert check_tiny_model(tiny_model, layout).passed
-    comparison = check_tiny_model(tiny_model, layout, sabotage=add_up_weights_of_the_last_microbatch_only)
+    comparison = check_tiny_model(tiny_model, layout, sabotage=keep_every_fourth_weight_gradient)
     assert not comparison.passed and comparison.worst.value > 10
 
 
-def average_over_stages_instead_of_dp_ranks():
+def use_local_denominator():
     original = BatchLoss.denominators
     BatchLoss.denominators = lambda self, *args, over_ranks: original(self, *args, over_ranks=False)
 
 
-def forget_that_reduction_runs_last():
-    """Buckets are reduced with the first microbatch that fills them."""
+def reduce_on_first_microbatch():
+    """Reduces each bucket with the first microbatch that fills it."""
     original = ScheduledGradients.before_backward
 
     def before_backward(self, action):
@@ -164,17 +164,17 @@ def forget_that_reduction_runs_last():
     ScheduledGradients.before_backward = before_backward
 
 
-def test_faults_with_data_parallelism_are_found(tiny_model):
+def test_data_parallel_faults_are_detected(tiny_model):
     [layout] = parse_layouts("pp2+dp2+zero1")
-    comparison = check_tiny_model(tiny_model, layout, sabotage=average_over_stages_instead_of_dp_ranks)
+    comparison = check_tiny_model(tiny_model, layout, sabotage=use_local_denominator)
     assert not comparison.passed and comparison.worst.value > 10
-    # A tied weight's gradient comes last in any case.
+    # The gradient of a tied weight is complete last in any case, which hides the fault: use an untied model.
     untied = make_tiny_model(CONFIG_MAPPING["llama"](), microbatches=2, batch_size=5)
     with pytest.raises(RankError, match="another gradient after it was reduced"):
-        check_tiny_model(untied, layout, sabotage=forget_that_reduction_runs_last)
+        check_tiny_model(untied, layout, sabotage=reduce_on_first_microbatch)
 
 
-def test_a_tiny_model_without_faults_passes(tiny_model):
+def test_tiny_model_without_fault_passes(tiny_model):
     for layout in parse_layouts("pp2,pp2+dp2+zero1"):
         assert check_tiny_model(tiny_model, layout).passed
     assert (tiny_model.batches[0]["labels"][1] == -100).all()

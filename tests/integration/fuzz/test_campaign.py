@@ -1,4 +1,4 @@
-"""`python -m tests.fuzz`: cases by number, verdicts, shrinking, scripts, and what it has found."""
+"""Tests of `python -m tests.fuzz`: cases, judgments, shrinking, reproduction scripts and recorded failures."""
 
 import json
 import subprocess
@@ -24,11 +24,11 @@ from tests.fuzz.shrinking import shrink
 SEEDS = json.loads((Path(__file__).parents[2] / "data" / "fuzz_seeds.json").read_text(encoding="utf-8"))
 
 
-def judgments(cases, timeout=60.0):
+def run_and_judge(cases, timeout=60.0):
     return [result["judgment"] for _, result in run_cases(cases, timeout)]
 
 
-def test_a_case_depends_on_seed_and_number_alone():
+def test_case_depends_only_on_seed_and_number():
     drawn = [draw_case(5, number) for number in range(300)]
     assert drawn == [draw_case(5, number) for number in range(300)]
     assert drawn == json.loads(json.dumps(drawn))
@@ -40,7 +40,7 @@ def test_a_case_depends_on_seed_and_number_alone():
 
 
 def damage(loop):
-    """On ranks a layer norm counts twice."""
+    """Doubles the weight of a norm on ranks only."""
     if loop.on_ranks:
         with torch.no_grad():
             next(p for name, p in loop.model.named_parameters() if "norm" in name).mul_(2)
@@ -74,42 +74,44 @@ SEEDED = {
 }
 
 
-def test_loops_of_accelerate_leave_its_state():
-    """No stock `Accelerator` after one of the case's own: the state of both is the process's."""
+def test_stock_pattern_does_not_fit_accelerate_loops():
+    """A loop with its own `Accelerator` cannot check a later stock one: both share the per-process state."""
     case = simple_case("tp2", "stock afterwards", loop="accelerate")
     assert not fits(case, "stock afterwards") and fits({**case, "loop": "plain"}, "stock afterwards")
 
 
-def test_a_partial_loss_is_logged_in_full():
+def test_local_loss_is_logged_globally():
     case = simple_case("dp2", "own loss", loop_patterns=["own loss", "loss read"])
-    assert judgments([case]) == ["equal"]
+    assert run_and_judge([case]) == ["equal"]
 
 
 @pytest.mark.parametrize("name", SEEDED)
-def test_seeded_faults_are_found(name, monkeypatch):
+def test_seeded_faults_are_detected(name, monkeypatch):
     judgment, made = SEEDED[name]
     monkeypatch.setitem(LOOP_PATTERNS, "plain", LoopPattern("plain", "", made=made))
-    assert judgments([simple_case("tp2", "plain"), simple_case("tp2", "total norm")]) == [judgment, "equal"]
+    assert run_and_judge([simple_case("tp2", "plain"), simple_case("tp2", "total norm")]) == [judgment, "equal"]
 
 
-def test_a_hang_is_cut(monkeypatch):
+def test_hang_times_out(monkeypatch):
     monkeypatch.setitem(LOOP_PATTERNS, "plain", LoopPattern("plain", "", made=sleep))
-    assert judgments([simple_case("tp2", "plain")], timeout=4.0) == ["hang"]
+    assert run_and_judge([simple_case("tp2", "plain")], timeout=4.0) == ["hang"]
 
 
-def test_a_seeded_fault_shrinks_to_what_it_needs(monkeypatch, tmp_path):
+def test_seeded_fault_shrinks_to_minimal_case(monkeypatch, tmp_path):
     monkeypatch.setitem(LOOP_PATTERNS, "total norm", LoopPattern("total norm", "", made=damage))
     batch = simple_case("tp2", "plain")["batch"] | {"rows": 5, "padding": "left", "accumulation": 2}
     case = simple_case("tp2+sp", "total norm", "qwen3", batch=batch, loop_patterns=["total norm", "loss scaled"])
-    found = shrink(case, "differs")
-    assert found["habits"] == ["total norm"] and found["type"] == "llama" and found["layout"] == {"tp_size": 2}
-    assert found["batch"]["steps"] == 1 and found["batch"]["padding"] == "none" and found["batch"]["accumulation"] == 1
-    text = reproduction(found, {"judgment": "differs", "worst": "a norm"})
+    shrunk = shrink(case, "differs")
+    assert shrunk["habits"] == ["total norm"] and shrunk["type"] == "llama" and shrunk["layout"] == {"tp_size": 2}
+    assert (
+        shrunk["batch"]["steps"] == 1 and shrunk["batch"]["padding"] == "none" and shrunk["batch"]["accumulation"] == 1
+    )
+    text = reproduction(shrunk, {"judgment": "differs", "worst": "a norm"})
     compile(text, "case.py", "exec")
     assert "def damage(loop)" in text and "hf_megatron.testing" not in text
 
 
-def test_a_script_runs_alone(tmp_path):
+def test_script_runs_standalone(tmp_path):
     case = simple_case("tp2", "soft prompt")
     (tmp_path / "case.py").write_text(reproduction(case, {"judgment": "equal", "worst": ""}, 2.0), encoding="utf-8")
     launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2"]
@@ -123,7 +125,7 @@ def test_a_script_runs_alone(tmp_path):
     assert worst < 1e-5
 
 
-def test_a_campaign_goes_on_where_it_was(tmp_path):
+def test_campaign_resumes_from_log(tmp_path):
     log = tmp_path / "log.jsonl"
     options = {"only": ("llama", "plain"), "layouts": ("tp2",), "log": log, "echo": lambda line: None}
     first = run_campaign(cases=2, **options)
@@ -152,7 +154,7 @@ def test_exit_codes(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("name", SEEDS)
-def test_what_was_found_is_mended(name):
-    """Cases that differed once, shrunk."""
+def test_recorded_failures_are_fixed(name):
+    """Shrunk cases that once failed must be accepted."""
     for case, result in run_cases([SEEDS[name]["case"]], 60.0):
         assert result["judgment"] in ACCEPTED, (case, result)

@@ -1,4 +1,4 @@
-"""Gradients as PyTorch has them: what loops do to `.grad` besides the usual, against one process."""
+"""Tests of unusual uses of `.grad` in training loops, compared with the single-process run."""
 
 import contextlib
 
@@ -17,12 +17,12 @@ LOOP_PATTERNS = {}
 _NAMES = ("clip_grad_norm_", "get_total_norm", "clip_grads_with_norm_", "clip_grad_value_")
 
 
-def early_names():
-    """Functions as torch made them, whatever was put in their place under their names since."""
+def get_unpatched_functions():
+    """Returns the original torch functions without the patches of this library."""
     hf_megatron.disable()
-    names = [getattr(torch.nn.utils, name) for name in _NAMES]
+    functions = [getattr(torch.nn.utils, name) for name in _NAMES]
     hf_megatron.enable()
-    return names
+    return functions
 
 
 def loop_pattern(function):
@@ -31,13 +31,13 @@ def loop_pattern(function):
 
 
 IMPOSSIBLE = {
-    # It has other parameters between forward and backward, and whole ones inside the model's forward only.
+    # FSDP2 swaps parameters between forward and backward and unshards them only inside the model's forward.
     "zero3": {
         "sets_gradients_to_none_before_backward",
-        "assigns_zeros_between_forward_and_backward",
-        "gives_embeddings_of_its_own",
+        "assigns_constants_between_forward_and_backward",
+        "passes_scaled_embeddings",
     },
-    # A rank has the norms of its own stage's gradients.
+    # A rank has only the gradient norms of its own stage.
     "pp": {"reads_gradients"},
 }
 
@@ -47,7 +47,7 @@ def runs(tiny):
     return Runs(tiny, LOOP_PATTERNS, IMPOSSIBLE)
 
 
-# Taking gradients away
+# Clearing gradients
 
 
 @loop_pattern
@@ -61,7 +61,7 @@ def sets_gradients_to_none_before_backward(loop):
 
 
 @loop_pattern
-def deletes_the_gradients_of_some(loop):
+def deletes_some_gradients(loop):
     loop.backward(0)
     for parameter in loop.parameters("mlp"):
         del parameter.grad
@@ -74,7 +74,7 @@ def deletes_the_gradients_of_some(loop):
 
 
 @loop_pattern
-def zeroes_gradients_of_the_model(loop):
+def zeroes_model_gradients(loop):
     for seed in range(2):
         loop.model.zero_grad(set_to_none=False)
         loop.backward(seed)
@@ -118,7 +118,7 @@ def assigns_gradients(loop):
 
 
 @loop_pattern
-def assigns_what_is_made_of_statistics(loop):
+def assigns_gradient_statistics(loop):
     for seed in range(2):
         loop.backward(seed)
         for parameter in loop.model.parameters():
@@ -141,7 +141,7 @@ def assigns_means(loop):
 
 
 @loop_pattern
-def assigns_zeros_between_forward_and_backward(loop):
+def assigns_constants_between_forward_and_backward(loop):
     for seed in range(2):
         loss = loop.loss(seed)
         for parameter in loop.model.parameters():
@@ -161,7 +161,7 @@ def foreach_edits(loop):
 
 
 @loop_pattern
-def edits_what_is_no_entry_of_its_own(loop):
+def edits_gradients_across_entries(loop):
     loop.backward(0)
     for parameter in loop.model.parameters():
         parameter.grad.sub_(parameter.grad.mean())
@@ -170,7 +170,7 @@ def edits_what_is_no_entry_of_its_own(loop):
 
 
 @loop_pattern
-def keeps_gradients_of_two_losses(loop):
+def averages_gradients_over_two_losses(loop):
     loop.backward(0)
     first = [parameter.grad.clone() for parameter in loop.model.parameters()]
     loop.optimizer.zero_grad()
@@ -194,12 +194,12 @@ def reads_gradients(loop):
         loop.optimizer.zero_grad()
 
 
-# Clipping, by names that were imported before this library was
+# Clipping with functions imported before this library
 
 
 @loop_pattern
-def clips_by_early_names(loop):
-    clip_grad_norm_, get_total_norm, clip_grads_with_norm_, clip_grad_value_ = early_names()
+def clips_with_unpatched_functions(loop):
+    clip_grad_norm_, get_total_norm, clip_grads_with_norm_, clip_grad_value_ = get_unpatched_functions()
     for seed in range(2):
         loop.backward(seed)
         parameters = list(loop.model.parameters())
@@ -220,7 +220,7 @@ def _plain(tensor):
 
 
 @loop_pattern
-def computes_a_penalty_first(loop):
+def computes_penalty_before_loss(loop):
     for seed in range(2):
         penalty = sum(_plain(parameter.pow(2).sum()) for parameter in loop.model.parameters())
         loss = loop.loss(seed)
@@ -230,29 +230,29 @@ def computes_a_penalty_first(loop):
         loop.optimizer.zero_grad()
 
 
-def outside(loop, seed):
-    """A loss that the loop computes, of rows that are equally many on every rank."""
+def compute_external_loss(loop, seed):
+    """Returns a loss computed outside the model, with equally many samples on every rank."""
     ids = local_samples(loop.model, batch(seed))["input_ids"]
     logits = loop.model(input_ids=ids).logits[:, :-1]
     return torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
 
 
 @loop_pattern
-def losses_of_its_own_twice(loop):
-    loss = outside(loop, 0)
+def backpropagates_external_loss_twice(loop):
+    loss = compute_external_loss(loop, 0)
     loss.backward(retain_graph=True)
     (loss / 3).backward()
     loop.optimizer.step()
 
 
 @loop_pattern
-def losses_of_both_kinds(loop):
-    (loop.loss(0) + outside(loop, 1)).backward()
+def adds_external_loss(loop):
+    (loop.loss(0) + compute_external_loss(loop, 1)).backward()
     loop.optimizer.step()
 
 
 @loop_pattern
-def losses_of_two_models(loop):
+def multiplies_losses_from_two_models(loop):
     state = parallel_state(loop.model)
     config = {} if state is None else {"megatron_config": state.config}
     other = AutoModelForCausalLM.from_pretrained(loop.path, **config).train()
@@ -312,9 +312,9 @@ def freezes_between_microbatches(loop):
 def trains_inputs(loop):
     all_inputs = torch.randn(4, 9, 32, generator=torch.Generator().manual_seed(0))
     for seed in range(2):
-        own = local_samples(loop.model, {"x": all_inputs, **batch(seed)})
-        inputs = own["x"].clone().requires_grad_()
-        loss = loop.model(inputs_embeds=inputs, labels=own["labels"]).loss
+        samples = local_samples(loop.model, {"x": all_inputs, **batch(seed)})
+        inputs = samples["x"].clone().requires_grad_()
+        loss = loop.model(inputs_embeds=inputs, labels=samples["labels"]).loss
         loss.backward()
         loop.losses.append(loss.item())
         expected = local_samples(loop.model, {"x": torch.arange(4)})["x"]
@@ -324,32 +324,32 @@ def trains_inputs(loop):
 
 
 @loop_pattern
-def gives_embeddings_of_its_own(loop):
+def passes_scaled_embeddings(loop):
     for seed in range(2):
-        own = local_samples(loop.model, batch(seed))
-        inputs = loop.model.get_input_embeddings()(own["input_ids"]) * 1.5
-        loss = loop.model(inputs_embeds=inputs, labels=own["labels"]).loss
+        samples = local_samples(loop.model, batch(seed))
+        inputs = loop.model.get_input_embeddings()(samples["input_ids"]) * 1.5
+        loss = loop.model(inputs_embeds=inputs, labels=samples["labels"]).loss
         loss.backward()
         loop.losses.append(loss.item())
         loop.optimizer.step()
         loop.optimizer.zero_grad()
 
 
-# What data parallelism refuses
+# Unsupported with data parallelism
 
 PARTIAL = {}
 
 
 def partial(message):
-    def of(function):
+    def register(function):
         PARTIAL[function.__name__] = function, message
         return function
 
-    return of
+    return register
 
 
 @partial("averaged over data-parallel ranks")
-def asks_autograd_for_one_after_another(loop):
+def calls_autograd_grad_per_parameter(loop):
     parameters = list(loop.model.parameters())
     loss = loop.loss(0)
     for index, parameter in enumerate(parameters):
@@ -358,15 +358,17 @@ def asks_autograd_for_one_after_another(loop):
 
 
 @partial("averaged over data-parallel ranks")
-def asks_autograd_for_gradients_of_its_own_loss(loop):
+def calls_autograd_grad_on_external_loss(loop):
     parameters = list(loop.model.parameters())
-    for parameter, gradient in zip(parameters, torch.autograd.grad(outside(loop, 0), parameters), strict=True):
+    for parameter, gradient in zip(
+        parameters, torch.autograd.grad(compute_external_loss(loop, 0), parameters), strict=True
+    ):
         parameter.grad = gradient
     loop.optimizer.step()
 
 
 @partial("averaged over data-parallel ranks")
-def goes_backward_to_some(loop):
+def runs_backward_with_inputs(loop):
     loop.loss(0).backward(inputs=loop.parameters("mlp"))
     assert all(
         (parameter.grad is None) == ("mlp" not in name) for name, parameter in local_named_parameters(loop.model)
@@ -376,7 +378,7 @@ def goes_backward_to_some(loop):
 
 @partial("A hook on the gradient of")
 def squares_gradients_in_hooks(loop):
-    """Once for each gradient, and not for each microbatch: a square tells the difference."""
+    """Hooks are called once per gradient, not per microbatch, which squaring would reveal."""
     calls = []
     with contextlib.ExitStack() as hooks:
         for parameter in loop.model.parameters():
@@ -395,11 +397,11 @@ def steps_in_hooks(loop):
     with contextlib.ExitStack() as hooks:
         for parameter in loop.model.parameters():
             hooks.enter_context(parameter.register_post_accumulate_grad_hook(step))
-        (loop.loss(0) + outside(loop, 1)).backward()
+        (loop.loss(0) + compute_external_loss(loop, 1)).backward()
 
 
 @partial("Make them parameters of the model")
-def asks_for_the_gradient_of_a_prompt(loop):
+def differentiates_prompt(loop):
     drawn = local_samples(loop.model, {"x": torch.randn(4, 9, 32, generator=torch.Generator().manual_seed(7))})["x"]
     prompt = torch.ones(32, requires_grad=True)
     labels = local_samples(loop.model, batch(0))["labels"]
@@ -418,39 +420,39 @@ def partial_runs(tiny):
 
 @pytest.mark.parametrize("text", WHOLE_BATCH)
 @pytest.mark.parametrize("name", PARTIAL)
-def test_equal_where_one_rank_sees_all_of_the_batch(partial_runs, text, name):
+def test_matches_single_process_on_global_batch(partial_runs, text, name):
     partial_runs.compare(text, name)
 
 
 @pytest.mark.parametrize("name", PARTIAL)
-def test_refused_where_ranks_see_parts_of_the_batch(partial_runs, name):
+def test_raises_with_data_parallelism(partial_runs, name):
     partial_runs.refused("pp2+dp2", name, PARTIAL[name][1])
 
 
 @pytest.mark.parametrize(("name", "text"), cells(LOOP_PATTERNS, LAYOUTS + PIPELINES, IMPOSSIBLE))
-def test_equal_to_one_process(runs, text, name):
+def test_matches_single_process(runs, text, name):
     runs.compare(text, name)
 
 
-def keep_a_gradient(path):
+def use_cleared_gradient(path):
     model = AutoModelForCausalLM.from_pretrained(path, megatron_config=layout("dp2")).train()
     weight = model.model.norm.weight
-    standing = []
+    gradient_ids = []
     for seed in range(3):
         model(**local_samples(model, batch(seed))).loss.backward()
-        standing.append(id(weight.grad))
+        gradient_ids.append(id(weight.grad))
         model.zero_grad()
-    assert len(set(standing)) == 1, "one tensor stands for all gradients that nobody keeps"
+    assert len(set(gradient_ids)) == 1, "one tensor stands for all gradients that nobody keeps"
     model(**local_samples(model, batch(0))).loss.backward()
-    kept = weight.grad
+    gradient = weight.grad
     model.zero_grad()
     with pytest.raises(UnsupportedError, match=r"clone\(\)"):
-        kept.norm()
+        gradient.norm()
     model(**local_samples(model, batch(1))).loss.backward()
     with pytest.raises(UnsupportedError, match=r"clone\(\)"):
-        kept.norm()
+        gradient.norm()
     return weight.grad.norm().item() > 0
 
 
-def test_a_gradient_that_was_cleared_is_not_the_next_one(tiny):
-    assert run_ranks(keep_a_gradient, 2, tiny) == [True, True]
+def test_cleared_gradient_raises_on_use(tiny):
+    assert run_ranks(use_cleared_gradient, 2, tiny) == [True, True]

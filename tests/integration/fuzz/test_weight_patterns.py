@@ -1,4 +1,4 @@
-"""Weights as PyTorch has them: what loops do to parameters between steps, against one process."""
+"""Tests of weight edits in training loops, compared with the single-process run."""
 
 import copy
 import operator
@@ -16,11 +16,11 @@ from tests.helpers.training import LAYOUTS, PIPELINES, Loop, Runs, cells, ranks_
 
 LOOP_PATTERNS, HALF = {}, {}
 IMPOSSIBLE = {
-    # The norm of a gradient by hand, on the stage that has it.
-    "pp": {"reaches_parameters_through_their_modules"},
-    # FSDP2 does not come back from an error in a backward of a pipeline; each edit raises.
+    # Logs the norm of a gradient, which only one stage has.
+    "pp": {"edits_parameters_through_modules"},
+    # FSDP2 does not recover from an error in a pipeline's backward, and each edit raises.
     "pp2+dp2+zero3": {"edits_between_forward_and_backward"},
-    # FSDP2 reduces in the dtype that a model was loaded in, and its parameters are copied from `DTensor`s only.
+    # FSDP2 reduces in the dtype the model was loaded in and copies parameters from `DTensor`s only.
     "zero3": {"casts_in_half_precision", "loads_full_tensors"},
 }
 
@@ -50,7 +50,7 @@ def half_runs(tiny):
 
 @torch.no_grad()
 def edit(model):
-    """In every way that a loop may take, a part of the parameters each."""
+    """Edits the parameters in several ways, each applied to a subset."""
     for name, parameter in model.named_parameters():
         if len(name) % 3 == 0:
             parameter.mul_(0.9)
@@ -96,12 +96,12 @@ def loads_parts(loop):
 def loads_full_tensors(loop):
     loop.step(0)
     unsharded = AutoModelForCausalLM.from_pretrained(loop.path).state_dict()
-    parts = {name: tensor * 0.9 for name, tensor in unsharded.items() if "mlp" in name}
-    result = loop.model.load_state_dict(parts, strict=False)
-    assert set(result.missing_keys) == unsharded.keys() - parts.keys() and not result.unexpected_keys
+    subset = {name: tensor * 0.9 for name, tensor in unsharded.items() if "mlp" in name}
+    result = loop.model.load_state_dict(subset, strict=False)
+    assert set(result.missing_keys) == unsharded.keys() - subset.keys() and not result.unexpected_keys
 
 
-# The values of these matter to backward. Each is a change that changes nothing.
+# In-place edits that keep the values but bump the version counter, which backward checks.
 EDITS = {
     "in place": lambda weight: weight.mul_(1.0),
     "copied": lambda weight: weight.copy_(weight.clone()),
@@ -113,7 +113,7 @@ EDITS = {
 
 @loop_pattern
 def edits_between_forward_and_backward(loop):
-    """Each of them raises in backward."""
+    """Each edit raises in backward."""
     weight = next(p for name, p in loop.model.named_parameters() if name.endswith("layers.1.mlp.up_proj.weight"))
     for name, edit in EDITS.items():
         loss = loop.loss(0)
@@ -144,7 +144,7 @@ def edits_between_forward_and_backward(loop):
 
 
 @loop_pattern
-def average_of_the_state_dict(loop):
+def averages_state_dict(loop):
     average = {name: value.clone() for name, value in loop.model.state_dict().items()}
     for seed in range(2):
         loop.step(seed)
@@ -155,29 +155,29 @@ def average_of_the_state_dict(loop):
 
 
 @loop_pattern
-def averages_swapped_by_their_memory(loop):
-    """The weights of before stay in the tensors that a loop has kept of them."""
+def swaps_averages_through_data(loop):
+    """Tensors saved from `.data` keep the weights from before the swap."""
     parameters = list(loop.model.parameters())
     average = [parameter.data.clone() for parameter in parameters]
     for seed in range(2):
         loop.step(seed)
         for mean, parameter in zip(average, parameters, strict=True):
             mean.mul_(0.7).add_(parameter.data, alpha=0.3)
-        kept = [parameter.data for parameter in parameters]
+        originals = [parameter.data for parameter in parameters]
         for mean, parameter in zip(average, parameters, strict=True):
             parameter.data = mean
         with torch.no_grad():
             loop.losses.append(float(loop.model(input_ids=torch.arange(8).view(1, 8)).logits.sum()))
-        for weight, parameter in zip(kept, parameters, strict=True):
+        for weight, parameter in zip(originals, parameters, strict=True):
             parameter.data = weight
     loop.step(2)
 
 
-# Attributes of modules are the parameters
+# Parameters accessed as module attributes
 
 
 @loop_pattern
-def reaches_parameters_through_their_modules(loop):
+def edits_parameters_through_modules(loop):
     norm = loop.model.model.layers[0].input_layernorm
     for seed in range(2):
         loop.backward(seed)
@@ -200,11 +200,11 @@ def _unsharded(tensor):
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
-# Which parameters, and of what dtype
+# Parameter selection and dtypes
 
 
 @loop_pattern
-def an_optimizer_of_some(loop):
+def trains_some_parameters(loop):
     loop.optimizer = loop.prepare(loop.parameters("mlp"))
     loop.step(0)
     loop.model.zero_grad()
@@ -229,11 +229,11 @@ def casts_and_casts_back(loop):
 
 
 @pytest.mark.parametrize(("name", "text"), cells(LOOP_PATTERNS, LAYOUTS + PIPELINES, IMPOSSIBLE))
-def test_equal_to_one_process(runs, text, name):
+def test_matches_single_process(runs, text, name):
     runs.compare(text, name)
 
 
-# Half precision: with a learning rate of 0 only edits move weights, and to the bit
+# Half precision: with a learning rate of 0 only edits change weights, bit for bit
 
 
 @in_half_precision
@@ -254,12 +254,12 @@ def swaps_averages_in_half_precision(loop):
     with torch.enable_grad():
         loop.step(0)
     means = {parameter: (parameter * 0.7).clone() for parameter in loop.parameters()}
-    own = {parameter: parameter.detach().clone() for parameter in means}
+    originals = {parameter: parameter.detach().clone() for parameter in means}
     for parameter, mean in means.items():
         parameter.data = mean
     with torch.enable_grad():
         loop.step(1)
-    for parameter, weight in own.items():
+    for parameter, weight in originals.items():
         parameter.copy_(weight + 0.1)
     with torch.enable_grad():
         loop.step(2)
@@ -281,9 +281,9 @@ def casts_in_half_precision(loop):
 @pytest.mark.parametrize(("name", "text"), cells(HALF, (*LAYOUTS, "pp2"), IMPOSSIBLE))
 def test_edits_stay_in_half_precision(half_runs, text, name):
     expected = half_runs.of(None)[name][0].weights["the habit"]
-    for found in half_runs.of(text):
-        assert not isinstance(found[name][0], str), found[name][-1]
-        weights = found[name][0].weights["the habit"]
+    for result in half_runs.of(text):
+        assert not isinstance(result[name][0], str), result[name][-1]
+        weights = result[name][0].weights["the habit"]
         assert all(torch.equal(weights[n], expected[n]) for n in weights), [
             n for n in weights if not torch.equal(weights[n], expected[n])
         ]
@@ -292,7 +292,7 @@ def test_edits_stay_in_half_precision(half_runs, text, name):
 # Copies
 
 
-def train_a_copy(path, text=None):
+def train_deep_copy(path, text=None):
     model = AutoModelForCausalLM.from_pretrained(path, megatron_config=None if text is None else layout(text)).train()
     duplicate = copy.deepcopy(model)
     before = weights(model)
@@ -309,13 +309,13 @@ def train_a_copy(path, text=None):
 
 
 @pytest.mark.parametrize("text", ["tp2", "tp2+sp"])
-def test_a_deep_copy_trains_by_itself(tiny, text):
-    expected = train_a_copy(tiny)
-    for losses in run_ranks(train_a_copy, 2, tiny, text):
+def test_deep_copy_trains_independently(tiny, text):
+    expected = train_deep_copy(tiny)
+    for losses in run_ranks(train_deep_copy, 2, tiny, text):
         assert losses == pytest.approx(expected, rel=1e-5)
 
 
-def average_of_copies(path, text=None):
+def evaluate_averaged_model(path, text=None):
     model = AutoModelForCausalLM.from_pretrained(path, megatron_config=None if text is None else layout(text)).train()
     average = torch.optim.swa_utils.AveragedModel(model)
     loop = Loop(model)
@@ -327,13 +327,13 @@ def average_of_copies(path, text=None):
 
 
 @pytest.mark.parametrize("text", ["tp2", "dp2"])
-def test_averaged_models_are_evaluated(tiny, text):
-    expected = average_of_copies(tiny)
-    assert run_ranks(average_of_copies, 2, tiny, text) == pytest.approx([expected] * 2, rel=1e-5)
+def test_averaged_model_matches_single_process(tiny, text):
+    expected = evaluate_averaged_model(tiny)
+    assert run_ranks(evaluate_averaged_model, 2, tiny, text) == pytest.approx([expected] * 2, rel=1e-5)
 
 
-def assign_full(path):
-    """What parameters that were given whole tensors hold, and what those were."""
+def assign_full_tensors(path):
+    """Assigns replicated tensors to `.data`; returns the resulting and expected values by name."""
     model = AutoModelForCausalLM.from_pretrained(path, megatron_config=layout("tp2"))
     expected = {}
     for name, parameter in model.named_parameters():
@@ -346,10 +346,10 @@ def assign_full(path):
     return {name: (parameter.full_tensor().detach(), expected[name]) for name, parameter in model.named_parameters()}
 
 
-def test_data_takes_what_is_replicated_on_every_rank(tiny_uneven):
-    """As torch 2.11 pads a split tensor, which transformers does to biases of tied heads."""
-    for found in run_ranks(assign_full, 2, tiny_uneven):
-        for name, (value, expected) in found.items():
+def test_data_accepts_replicated_tensors(tiny_uneven):
+    """torch 2.11 returns a replicated tensor when transformers pads the sharded bias of a tied head."""
+    for parameters in run_ranks(assign_full_tensors, 2, tiny_uneven):
+        for name, (value, expected) in parameters.items():
             torch.testing.assert_close(value, expected, rtol=0, atol=0, msg=name)
 
 
@@ -365,16 +365,16 @@ def mix_with_plain_parameters(path, text=None):
         return (vector if text is None else vector.full_tensor()).clone()
 
 
-def test_parameters_of_a_full_model_are_mixed_in(tmp_path):
-    """They want gradients themselves; and experts whose gate and up are split one by one become one vector."""
+def test_lerp_with_unsharded_parameters(tmp_path):
+    """The target parameters require gradients too; experts with separately split gate and up become one vector."""
     tiny_model("deepseek_v3").save_pretrained(tmp_path)
     expected = mix_with_plain_parameters(tmp_path)
     for vector in run_ranks(mix_with_plain_parameters, 2, tmp_path, "tp2"):
         torch.testing.assert_close(vector, expected, rtol=0, atol=0)
 
 
-def edited_before_backward(source, config, name, edit=lambda weight: weight.mul_(0.5)):
-    """Edits one weight in place behind a forward, and tells whether backward raises."""
+def backward_raises_after_edit(source, config, name, edit=lambda weight: weight.mul_(0.5)):
+    """Edits a weight in place after forward; returns whether backward raises."""
     model = AutoModelForCausalLM.from_pretrained(source, megatron_config=config).train()
     ids = torch.arange(3, 27).view(4, 6)
     loss = model(input_ids=ids, labels=ids).loss
@@ -390,11 +390,11 @@ def edited_before_backward(source, config, name, edit=lambda weight: weight.mul_
 
 
 @pytest.mark.parametrize("name", ["lm_head.weight", "model.layers.0.self_attn.q_proj.weight", "model.norm.weight"])
-def test_edits_between_a_forward_and_its_backward_raise_as_in_one_process(tiny_uneven, name):
-    """The head's loss has its gradients before backward, and compares nothing by itself."""
-    assert edited_before_backward(tiny_uneven, None, name)
+def test_edits_between_forward_and_backward_raise(tiny_uneven, name):
+    """The fused head loss computes gradients in forward, so autograd does not check versions for it."""
+    assert backward_raises_after_edit(tiny_uneven, None, name)
     for text in ("tp2", "tp2+sp"):
-        assert run_ranks(edited_before_backward, 2, tiny_uneven, layout(text), name) == [True, True], text
+        assert run_ranks(backward_raises_after_edit, 2, tiny_uneven, layout(text), name) == [True, True], text
 
 
 @pytest.mark.parametrize(
@@ -406,8 +406,8 @@ def test_edits_between_a_forward_and_its_backward_raise_as_in_one_process(tiny_u
         ("tp2+pp2", "model.norm.weight", 1),
     ],
 )
-def test_edits_that_count_nowhere_raise_where_gradients_were_there_before(tiny_uneven, text, name, rank):
-    """One process reads what a loop writes through `.data`; these gradients were made of what was there before."""
+def test_data_edits_raise_where_gradients_are_precomputed(tiny_uneven, text, name, rank):
+    """A single process reads edits through `.data` in backward; these gradients are computed before the edit."""
 
     def edit(weight):
         weight.data.mul_(0.5)
@@ -416,10 +416,10 @@ def test_edits_that_count_nowhere_raise_where_gradients_were_there_before(tiny_u
         weight.data.mul_(1.0)
 
     def on_rank():
-        raised = edited_before_backward(tiny_uneven, layout(text), name, edit)
-        return raised, edited_before_backward(tiny_uneven, layout(text), name, add_nothing)
+        raised = backward_raises_after_edit(tiny_uneven, layout(text), name, edit)
+        return raised, backward_raises_after_edit(tiny_uneven, layout(text), name, add_nothing)
 
-    found = run_ranks(on_rank, ranks_of(layout(text)))
+    results = run_ranks(on_rank, ranks_of(layout(text)))
     stages = layout(text).pp_size or 1
-    own = [rank is None or number * stages // len(found) == rank for number in range(len(found))]
-    assert found == [(is_own, False) for is_own in own]
+    expected = [rank is None or number * stages // len(results) == rank for number in range(len(results))]
+    assert results == [(is_own, False) for is_own in expected]

@@ -1,4 +1,4 @@
-"""Router losses on every layout against one process, and what is offered where a batch is cut into microbatches."""
+"""Tests of router losses on all layouts against the single-process run, and of their scopes with microbatches."""
 
 import ast
 import contextlib
@@ -42,7 +42,7 @@ _SMALL = {
     "output_router_logits": True,
 }
 _T5 = {"d_model": 32, "d_kv": 16, "d_ff": 48, "num_heads": 2, "num_layers": 2, "num_decoder_layers": 2}
-# Type -> class, changes.
+# Model type -> class, config changes.
 TYPES = {
     "qwen3_moe": ("Qwen3MoeForCausalLM", {"num_experts": 4}),
     "mixtral": ("MixtralForCausalLM", {"num_local_experts": 4}),
@@ -64,7 +64,7 @@ TYPES = {
 }
 
 
-def _batches(seq2seq):
+def _make_batches(seq2seq):
     batches = []
     for seed in (0, 1):
         generator = torch.Generator().manual_seed(seed)
@@ -83,42 +83,42 @@ def _batches(seq2seq):
     return batches
 
 
-def _module(cls):
+def _get_module(cls):
     return importlib.import_module(cls.__module__)
 
 
 def _load(cls, path, **kwargs):
     model = cls.from_pretrained(path, **kwargs)
-    asked = model.config.output_router_logits
-    # Switch does not ask its config.
+    output_router_logits = model.config.output_router_logits
+    # Switch ignores `output_router_logits` of its config.
     model.register_forward_pre_hook(
-        lambda _, args, given: (args, {"output_router_logits": asked, **given}), with_kwargs=True
+        lambda _, args, given: (args, {"output_router_logits": output_router_logits, **given}), with_kwargs=True
     )
     return model
 
 
 @contextlib.contextmanager
-def _for_each_row(module, rows):
-    """transformers' function, called for each row by itself: what `"sequence"` promises."""
+def _patch_sample_loss(module, rows):
+    """Reference of `"sequence"`: calls transformers' function for each sample separately."""
     original = module.load_balancing_loss_func
 
-    def mean_over_rows(gate_logits, num_experts, top_k, attention_mask):
+    def mean_over_samples(gate_logits, num_experts, top_k, attention_mask):
         tokens = attention_mask.shape[1]
         losses = []
-        for row in range(len(attention_mask)):
-            part = slice(row * tokens, (row + 1) * tokens)
-            own = tuple(logits[part] for logits in gate_logits)
-            losses.append(original(own, num_experts, top_k, attention_mask[row : row + 1]))
+        for index in range(len(attention_mask)):
+            span = slice(index * tokens, (index + 1) * tokens)
+            sample_logits = tuple(logits[span] for logits in gate_logits)
+            losses.append(original(sample_logits, num_experts, top_k, attention_mask[index : index + 1]))
         return torch.stack(losses).mean()
 
-    module.load_balancing_loss_func = mean_over_rows
+    module.load_balancing_loss_func = mean_over_samples
     try:
         yield
     finally:
         module.load_balancing_loss_func = original
 
 
-# Of the batch's five rows, those of each microbatch, and of them those of each rank.
+# Slices of the batch's five samples, per microbatch and dp rank.
 _PARTS = {
     "whole": [[slice(0, 5)]],
     "pp2": [[slice(0, 2)], [slice(2, 5)]],
@@ -128,18 +128,18 @@ _MICROBATCHES = 2
 
 
 @contextlib.contextmanager
-def _counted_since_the_step(module, parts, z_loss):
-    """What `"global"` promises, and the z-loss: Megatron's formulas, written out."""
+def _patch_global_loss(module, parts, z_loss):
+    """Reference of `"global"` and the z-loss: the formulas of Megatron."""
     original = module.load_balancing_loss_func
     so_far, calls = [], []
 
     def mean_over_parts(gate_logits, experts, top_k, attention_mask):
         tokens = attention_mask.shape[1]
-        rows = len(attention_mask)
+        batch_size = len(attention_mask)
         total = 0.0
-        own = _PARTS[parts] if torch.is_grad_enabled() else [[slice(0, rows)]]
-        kept = so_far if torch.is_grad_enabled() else []
-        for ranks in own:
+        microbatches = _PARTS[parts] if torch.is_grad_enabled() else [[slice(0, batch_size)]]
+        counts = so_far if torch.is_grad_enabled() else []
+        for ranks in microbatches:
             mixed = []
             for part in ranks:
                 mask = attention_mask[part].flatten().float()
@@ -152,10 +152,10 @@ def _counted_since_the_step(module, parts, z_loss):
                 )
                 z = sum((layer.logsumexp(-1).square() * mask).sum() for layer in logits) / mask.sum()
                 mixed.append((part, probabilities / (mask.sum() * len(logits)), z))
-                kept.append((chosen.detach(), mask.sum() * len(logits)))
-            shares = sum(chosen for chosen, _ in kept) / sum(count for _, count in kept)
+                counts.append((chosen.detach(), mask.sum() * len(logits)))
+            shares = sum(chosen for chosen, _ in counts) / sum(count for _, count in counts)
             for part, probabilities, z in mixed:
-                weight = (part.stop - part.start) / rows
+                weight = (part.stop - part.start) / batch_size
                 total = total + weight * (experts * (shares * probabilities).sum() + z_loss * z)
         calls.append(torch.is_grad_enabled())
         if sum(calls) == _MICROBATCHES:
@@ -171,7 +171,7 @@ def _counted_since_the_step(module, parts, z_loss):
 
 
 @functools.cache
-def _saved(model_type, folder, form="batch", parts="whole", z_loss=0.0):
+def _make_reference(model_type, folder, form="batch", parts="whole", z_loss=0.0):
     name, changes = TYPES[model_type]
     config = AutoConfig.for_model(model_type, **_SMALL, **changes)
     cls = getattr(transformers, name)
@@ -180,11 +180,11 @@ def _saved(model_type, folder, form="batch", parts="whole", z_loss=0.0):
     model = cls(config).float()
     draw_parameters(model, 0)
     model.save_pretrained(path)
-    batches = _batches(config.is_encoder_decoder)
+    batches = _make_batches(config.is_encoder_decoder)
     form = {
         "batch": contextlib.nullcontext(),
-        "sequence": _for_each_row(_module(cls), 5),
-        "global": _counted_since_the_step(_module(cls), parts, z_loss),
+        "sequence": _patch_sample_loss(_get_module(cls), 5),
+        "global": _patch_global_loss(_get_module(cls), parts, z_loss),
     }[form]
     with form:
         model = _load(cls, path)
@@ -195,11 +195,11 @@ def _saved(model_type, folder, form="batch", parts="whole", z_loss=0.0):
     return cls, path, batches, reference, output.get("aux_loss", torch.tensor(0.0)).item()
 
 
-def errors(folder, model_type, layout, sabotage=None, **changes):
-    """The numbers of every rank against one process, and the largest relative error of `outputs.aux_loss`."""
+def compute_errors(folder, model_type, layout, sabotage=None, **changes):
+    """Compares ranks with the single-process run; returns judgment and largest relative error of `outputs.aux_loss`."""
     form, z_loss = changes.get("router_aux_loss_scope", "batch"), changes.get("router_z_loss_coef", 0.0)
     parts = layout if form == "global" and layout in _PARTS else "whole"
-    cls, path, batches, reference, aux_loss = _saved(model_type, folder, form, parts, z_loss)
+    cls, path, batches, reference, aux_loss = _make_reference(model_type, folder, form, parts, z_loss)
     config = _layout(layout, **changes)
 
     def on_rank():
@@ -208,14 +208,16 @@ def errors(folder, model_type, layout, sabotage=None, **changes):
         model = _load(cls, path, megatron_config=config)
         measured = measure(model, batches)
         state = parallel_state(model)
-        own = {name: value.tensor_split(state.mesh.dp_size)[state.mesh.dp_rank] for name, value in batches[0].items()}
-        reported = model.train()(**own).get("aux_loss")
+        samples = {
+            name: value.tensor_split(state.mesh.dp_size)[state.mesh.dp_rank] for name, value in batches[0].items()
+        }
+        reported = model.train()(**samples).get("aux_loss")
         return measured, 0.0 if reported is None else reported.item()
 
-    found = run_ranks(on_rank, config.ranks_per_replica * (config.dp_size or 1))
-    assert len({measured.loss for measured, _ in found}) == 1
-    judged = judge(Measurement(**{**vars(found[0][0]), "eval_loss": reference.eval_loss}), reference)
-    return judged, max(abs(other - aux_loss) for _, other in found) / max(abs(aux_loss), 1e-30)
+    results = run_ranks(on_rank, config.ranks_per_replica * (config.dp_size or 1))
+    assert len({measured.loss for measured, _ in results}) == 1
+    judged = judge(Measurement(**{**vars(results[0][0]), "eval_loss": reference.eval_loss}), reference)
+    return judged, max(abs(other - aux_loss) for _, other in results) / max(abs(aux_loss), 1e-30)
 
 
 @pytest.fixture(scope="module")
@@ -224,51 +226,51 @@ def folder(tmp_path_factory):
 
 
 def check(*args, **kwargs):
-    judged, aux_loss = errors(*args, **kwargs)
+    judged, aux_loss = compute_errors(*args, **kwargs)
     assert judged.passed, judged.worst
     assert aux_loss < 1e-5
 
 
 @pytest.mark.parametrize("layout", ["dp2+zero0", "dp2", "dp2+zero2", "dp2+zero3", "tp2", "tp2+sp", "tp2+sp+dp2"])
-def test_a_batch_on_several_ranks(folder, layout):
+def test_batch_scope(folder, layout):
     check(folder, "qwen3_moe", layout)
 
 
 @pytest.mark.parametrize("model_type", [name for name in TYPES if name != "qwen3_moe"])
-def test_families(folder, model_type):
+def test_model_families(folder, model_type):
     check(folder, model_type, "dp2")
 
 
 @pytest.mark.parametrize("layout", ["pp2", "pp2+dp2"])
-def test_a_pipeline_with_one_microbatch(folder, layout):
+def test_pipeline_with_one_microbatch(folder, layout):
     check(folder, "qwen3_moe", layout, num_microbatches=1)
 
 
 @pytest.mark.parametrize("layout", ["dp2", "tp2", "pp2", "tp2+sp+pp2", "pp2+dp2", "dp2+zero3"])
-def test_each_row_by_itself(folder, layout):
+def test_sequence_scope(folder, layout):
     check(folder, "qwen3_moe", layout, router_aux_loss_scope="sequence")
 
 
 @pytest.mark.parametrize("layout", ["pp2", "tp2+pp2"])
-def test_evaluation_sees_the_global_batch_at_once(folder, layout):
-    cls, path, batches, *_ = _saved("qwen3_moe", folder)
+def test_evaluation_loss_covers_global_batch(folder, layout):
+    cls, path, batches, *_ = _make_reference("qwen3_moe", folder)
 
     def losses(**kwargs):
         model = _load(cls, path, **kwargs)
-        found = []
+        values = []
         for training in (False, True):
             with torch.no_grad():
                 output = model.train(training)(**batches[0])
-            found += [output.loss, output.aux_loss]
-        return torch.stack(found)
+            values += [output.loss, output.aux_loss]
+        return torch.stack(values)
 
     expected = losses()
-    for found in run_ranks(lambda: losses(megatron_config=_layout(layout)), 4 if "tp" in layout else 2):
-        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+    for values in run_ranks(lambda: losses(megatron_config=_layout(layout)), 4 if "tp" in layout else 2):
+        torch.testing.assert_close(values, expected, rtol=1e-5, atol=1e-6)
 
 
-def test_several_microbatches_are_refused_by_default(folder):
-    cls, path, batches, *_ = _saved("qwen3_moe", folder)
+def test_several_microbatches_raise_by_default(folder):
+    cls, path, batches, *_ = _make_reference("qwen3_moe", folder)
 
     def on_rank():
         model = cls.from_pretrained(path, megatron_config=_layout("pp2")).train()
@@ -281,11 +283,11 @@ def test_several_microbatches_are_refused_by_default(folder):
 
 
 @pytest.mark.parametrize("layout", ["dp2", "tp2", "tp2+sp", "cp2", "dp2+ep2", "dp2+zero3", "pp2", "pp2+dp2"])
-def test_choices_of_the_step_so_far(folder, layout):
+def test_global_scope(folder, layout):
     check(folder, "qwen3_moe", layout, router_aux_loss_scope="global", router_z_loss_coef=0.125, num_microbatches=2)
 
 
-def test_choices_of_the_last_step_are_found(folder):
+def test_stale_expert_counts_are_detected(folder):
     def sabotage():
         from hf_megatron.losses.batch_loss import BatchLoss
 
@@ -295,8 +297,8 @@ def test_choices_of_the_last_step_are_found(folder):
         check(folder, "qwen3_moe", "dp2", router_aux_loss_scope="global", sabotage=sabotage)
 
 
-def test_a_z_loss_of_a_model_that_adds_none_is_refused(folder):
-    cls, path, *_ = _saved("qwen3_moe", folder)
+def test_z_loss_without_router_loss_raises(folder):
+    cls, path, *_ = _make_reference("qwen3_moe", folder)
 
     def on_rank():
         with pytest.raises(ConfigError, match="router_z_loss_coef = 0.1: Qwen3MoeForCausalLM has no router loss"):
@@ -311,37 +313,37 @@ def test_a_z_loss_of_a_model_that_adds_none_is_refused(folder):
     ("name", "value"),
     [("router_aux_loss_scope", "sequence"), ("router_z_loss_coef", 0.1), ("router_bias_update_rate", 1e-3)],
 )
-def test_settings_of_routers_in_a_job_of_one_rank_are_refused(folder, name, value):
-    cls, path, *_ = _saved("qwen3_moe", folder)
+def test_router_settings_on_one_rank_raise(folder, name, value):
+    cls, path, *_ = _make_reference("qwen3_moe", folder)
     with pytest.raises(ConfigError, match=f"MegatronConfig.{name} = .* in a job of one rank"):
         cls.from_pretrained(path, megatron_config=MegatronConfig(**{name: value}))
 
 
-def test_a_value_that_is_none_of_them():
+def test_unknown_scope_raises():
     with pytest.raises(ConfigError, match="router_aux_loss_scope = 'step'"):
         _layout("dp2", router_aux_loss_scope="step")
 
 
-def _own_statistics():
+def _use_local_statistics():
     from hf_megatron.losses.batch_loss import BatchLoss
 
     BatchLoss.sum = lambda self, part: part
 
 
-def _sums_without_gradient():
+def _drop_sum_gradient():
     from hf_megatron.core.communication import mean_grad_ops
 
     mean_grad_ops._Sum.backward = staticmethod(lambda ctx, gradient: (gradient, None))
 
 
-@pytest.mark.parametrize("fault", [_own_statistics, _sums_without_gradient])
-def test_statistics_of_one_rank_are_found(folder, fault):
+@pytest.mark.parametrize("fault", [_use_local_statistics, _drop_sum_gradient])
+def test_local_statistics_are_detected(folder, fault):
     with pytest.raises(AssertionError):
         check(folder, "qwen3_moe", "dp2", sabotage=fault)
 
 
-def test_rows_weighed_by_microbatch_are_found(folder):
-    """The seeded fault: microbatches count alike, whatever their rows."""
+def test_equal_microbatch_weights_are_detected(folder):
+    """Seeded fault: microbatches have equal weight, whatever their number of samples."""
 
     def sabotage():
         from hf_megatron.losses.batch_loss import BatchLoss
@@ -352,8 +354,8 @@ def test_rows_weighed_by_microbatch_are_found(folder):
         check(folder, "qwen3_moe", "dp2", router_aux_loss_scope="sequence", sabotage=sabotage)
 
 
-def _definitions():
-    """Every function of a router loss in transformers: file -> its body, by name."""
+def _list_router_losses():
+    """Yields file, name, arguments and body of each router loss function in transformers."""
     for path in sorted(Path(transformers.__file__).parent.glob("models/*/modeling_*.py")):
         text = path.read_text(encoding="utf-8")
         if "load_balancing_loss_func" in text or "z_loss_func" in text:
@@ -372,7 +374,7 @@ def _definitions():
         ("ProphetNetForCausalLM", {"eps": 0.1}),
     ],
 )
-def test_rows_that_see_each_other_are_refused(folder, class_name, changes, layout):
+def test_batch_coupled_models_raise(folder, class_name, changes, layout):
     cls = getattr(transformers, class_name)
     config = cls.config_class(**changes)
 
@@ -383,25 +385,25 @@ def test_rows_that_see_each_other_are_refused(folder, class_name, changes, layou
     run_ranks(on_rank, 2)
 
 
-# Refused where a batch is divided.
+# Models that are unsupported if the batch is split.
 _UNREPLACED = ("modeling_doge", "modeling_nllb_moe")
 
 
-def test_router_losses_of_transformers_have_one_form_and_those_of_switch():
-    found, forms = list(_definitions()), {}
-    for stem, name, arguments, body in found:
+def test_transformers_router_losses_share_one_form():
+    definitions, forms = list(_list_router_losses()), {}
+    for stem, name, arguments, body in definitions:
         if stem not in _UNREPLACED:
             forms.setdefault((name, arguments, body), []).append(stem)
-    assert len(found) >= 30
-    assert sorted(map(len, forms.values())) == [1, 1, len(found) - 4]
+    assert len(definitions) >= 30
+    assert sorted(map(len, forms.values())) == [1, 1, len(definitions) - 4]
 
 
-def test_every_router_loss_of_transformers_is_replaced_on_import_and_restored():
+def test_router_losses_are_patched_on_import_and_restored():
     functions = [
         (f"transformers.models.{stem.removeprefix('modeling_')}.{stem}", name, stem not in _UNREPLACED)
-        for stem, name, *_ in _definitions()
+        for stem, name, *_ in _list_router_losses()
     ]
-    # In an interpreter of its own: half of the modules are imported before the library, the others after it.
+    # In a new interpreter: half of the modules are imported before the library, the others after it.
     program = f"""
 import importlib
 functions = {functions!r}
@@ -440,10 +442,10 @@ for _ in range(2):
         ("transformers_modules.own.modeling_own", "gate_logits, num_experts, top_k, attention_mask", False),
     ],
 )
-def test_a_pattern_finds_functions_of_its_name_and_form(module, parameters, expected):
+def test_pattern_matches_name_and_signature(module, parameters, expected):
     (pattern,) = PATTERNS
-    _, *own = inspect.signature(load_balancing_loss).parameters
-    assert tuple(own) == pattern.parameters
+    _, *arguments = inspect.signature(load_balancing_loss).parameters
+    assert tuple(arguments) == pattern.parameters
     defining, importing = types.ModuleType(module), types.ModuleType("transformers.models.other.modeling_other")
     exec(f"def {pattern.attribute}({parameters}): pass", vars(defining))
     setattr(importing, pattern.attribute, getattr(defining, pattern.attribute))

@@ -1,4 +1,4 @@
-"""The gate in front of what was never compared with one process: what it lets through, and what it says."""
+"""Tests of the verification gate, which rejects combinations never compared with a single process."""
 
 import json
 import random
@@ -26,27 +26,27 @@ TP2, TP2_SP, PP2 = (
 )
 
 
-def make(model_type, layout, changes, auto=AutoModelForCausalLM):
+def make_model(model_type, layout, changes, auto=AutoModelForCausalLM):
     config = tiny_config(CONFIG_MAPPING[model_type]())
     for name, value in changes.items():
         setattr(config, name, value)
     return auto.from_config(config, megatron_config=layout)
 
 
-def made(model_type, layout, **changes):
-    make(model_type, layout, changes)
+def build_model(model_type, layout, **changes):
+    make_model(model_type, layout, changes)
     return True
 
 
-def refused(model_type, layout, **changes):
+def get_gate_error(model_type, layout, **changes):
     with pytest.raises(UnverifiedLayoutError) as error:
-        make(model_type, layout, changes)
+        make_model(model_type, layout, changes)
     return str(error.value)
 
 
 @pytest.mark.parametrize("layout", [TP2, TP2_SP, PP2], ids=MegatronConfig.layout)
-def test_tied_gpt_neox_is_one_model(layout):
-    """On 0.1.0: loss 6.526 for 5.056 with tensor parallelism, and a head that was drawn anew."""
+def test_tied_gpt_neox_matches_single_process(layout):
+    """Regression of 0.1.0: loss 6.526 instead of 5.056 with tensor parallelism, and a reinitialized head."""
     config = CONFIG_MAPPING["gpt_neox"](
         tie_word_embeddings=True, hidden_size=64, num_hidden_layers=4, num_attention_heads=4, vocab_size=130
     )
@@ -57,17 +57,22 @@ def test_tied_gpt_neox_is_one_model(layout):
 
 @pytest.mark.parametrize("layout", [TP2, TP2_SP, PP2], ids=MegatronConfig.layout)
 @pytest.mark.parametrize("model_type", ["llama", "gpt_neox"])
-def test_what_was_compared_passes(model_type, layout):
+def test_verified_combinations_pass(model_type, layout):
     for changes in ({}, {"tie_word_embeddings": True}, {"attention_dropout": 0.1}):
-        assert all(run_ranks(made, 2, model_type, layout, **changes))
+        assert all(run_ranks(build_model, 2, model_type, layout, **changes))
 
 
-def test_a_new_combination_is_named_with_the_command_of_its_check():
-    [said, _] = run_ranks(refused, 2, "qwen3", TP2, num_key_value_heads=1, attention_bias=True)
-    assert "linears in copies: self_attn.k_proj: Linear(weight, bias) colwise; compared was Linear(weight)" in said
+def test_new_combination_error_names_check_command():
+    [message, _] = run_ranks(get_gate_error, 2, "qwen3", TP2, num_key_value_heads=1, attention_bias=True)
+    assert "linears in copies: self_attn.k_proj: Linear(weight, bias) colwise; compared was Linear(weight)" in message
     assert (
+<<<<<<< HEAD
         "hf-megatron check qwen3 --class Qwen3ForCausalLM --layout tp4 --set" in said
         and '"attention_bias": true' in said
+=======
+        "hf-megatron check qwen3 --class Qwen3ForCausalLM --layouts tp4 --set" in message
+        and '"attention_bias": true' in message
+>>>>>>> 7d51fd48e329691917215af3f67396db7ec7eef9
     )
 
 
@@ -77,27 +82,27 @@ def no_jitter_compared(monkeypatch):
     monkeypatch.setattr(verified, "records", lambda: rows)
 
 
-def test_a_site_that_draws_random_numbers_is_named(no_jitter_compared):
-    [said, _] = run_ranks(refused, 2, "minimax", TP2, router_jitter_noise=0.3)
-    assert "random numbers drawn at model.layers.*.mlp" in said
+def test_unverified_rng_module_is_named(no_jitter_compared):
+    [message, _] = run_ranks(get_gate_error, 2, "minimax", TP2, router_jitter_noise=0.3)
+    assert "random numbers drawn at model.layers.*.mlp" in message
 
 
-def test_a_size_that_differed_is_refused_although_another_one_passed(monkeypatch):
-    """Of the same kind of layout, with as many ranks as are asked for."""
+def test_failed_size_raises_although_another_passed(monkeypatch):
+    """The failed record has the same kind of layout and the requested number of ranks."""
     rows = verified.records()
     four = [row for row in rows if row["class"] == "LlamaForCausalLM" and row.get("cp_size") == 4]
     bad = {"passed": False, "worst": "loss: 2 x the limit"}
     changed = tuple(row | bad if row in four and row["layout"] == "cp" else row for row in rows)
     monkeypatch.setattr(verified, "records", lambda: changed)
-    text = run_ranks(refused, 4, "llama", MegatronConfig(cp_size=4, cp_comm_type="p2p"))[0]
+    text = run_ranks(get_gate_error, 4, "llama", MegatronConfig(cp_size=4, cp_comm_type="p2p"))[0]
     assert "cp: the parity check failed on the same number of ranks (loss: 2 x the limit)" in text
-    assert all(run_ranks(made, 2, "llama", MegatronConfig(cp_size=2, cp_comm_type="p2p")))
+    assert all(run_ranks(build_model, 2, "llama", MegatronConfig(cp_size=2, cp_comm_type="p2p")))
 
 
-def test_the_reason_of_a_refusal_comes_before_the_gate():
+def test_unsupported_error_precedes_gate():
     def on_rank():
         with pytest.raises(UnsupportedError, match="must have exactly one list of"):
-            make("blt", PP2, {})
+            make_model("blt", PP2, {})
 
     run_ranks(on_rank, 2)
 
@@ -113,7 +118,7 @@ class Scores(LlamaPreTrainedModel):
 
 
 @pytest.mark.parametrize("allowed", [False, True])
-def test_a_class_without_a_loss_is_refused_before_a_check_that_could_not_pass(allowed):
+def test_class_without_loss_raises_before_check(allowed):
     def on_rank():
         config, layout = tiny_config(CONFIG_MAPPING["llama"]()), MegatronConfig(tp_size=2, allow_unverified=allowed)
         with pytest.raises(UnsupportedError, match="Scores computes no loss.*AutoModelForCausalLM"):
@@ -123,49 +128,57 @@ def test_a_class_without_a_loss_is_refused_before_a_check_that_could_not_pass(al
 
 
 @pytest.mark.parametrize("layout", [TP2, TP2_SP, PP2], ids=MegatronConfig.layout)
-def test_a_base_model_was_compared_with_the_head_on_top_of_it(layout):
+def test_base_model_is_verified_with_its_head_model(layout):
     def on_rank():
-        make("llama", layout, {}, AutoModel)
-        make("gpt2", layout, {}, AutoModel)
+        make_model("llama", layout, {}, AutoModel)
+        make_model("gpt2", layout, {}, AutoModel)
 
     run_ranks(on_rank, 2)
 
 
-def test_a_base_model_of_a_new_combination_is_named_with_the_command_of_its_check():
+def test_new_base_model_error_names_check_command():
     def on_rank():
         with pytest.raises(UnverifiedLayoutError) as error:
-            make("qwen3", TP2, {"num_key_value_heads": 1, "attention_bias": True}, AutoModel)
+            make_model("qwen3", TP2, {"num_key_value_heads": 1, "attention_bias": True}, AutoModel)
         return str(error.value)
 
+<<<<<<< HEAD
     for said in run_ranks(on_rank, 2):
         assert "linears in copies: self_attn.k_proj: Linear(weight, bias) colwise; compared was Linear(weight)" in said
         assert "hf-megatron check qwen3 --class Qwen3Model --layout tp4 --set" in said
+=======
+    for message in run_ranks(on_rank, 2):
+        assert (
+            "linears in copies: self_attn.k_proj: Linear(weight, bias) colwise; compared was Linear(weight)" in message
+        )
+        assert "hf-megatron check qwen3 --class Qwen3Model --layouts tp4 --set" in message
+>>>>>>> 7d51fd48e329691917215af3f67396db7ec7eef9
 
 
-def test_a_small_share_that_is_split_is_said():
+def test_small_sharded_fraction_warns():
     def on_rank():
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            make("doge", TP2, {})
+            make_model("doge", TP2, {})
         return [str(warning.message) for warning in caught if "tp_size = 2 shards only" in str(warning.message)]
 
     [first, second] = run_ranks(on_rank, 2)
     assert len(first) == 1 and "of the parameters in the layers of DogeForCausalLM" in first[0] and not second
 
 
-def test_a_check_that_fails_stops_the_load(no_jitter_compared, monkeypatch):
+def test_failed_check_stops_loading(no_jitter_compared, monkeypatch):
     monkeypatch.setattr(verification_gate.sys, "executable", "/bin/false")
     layout = MegatronConfig(tp_size=2, allow_unverified=True)
-    [said, _] = run_ranks(refused, 2, "minimax", layout, router_jitter_noise=0.3)
-    assert "The parity check failed" in said
+    [message, _] = run_ranks(get_gate_error, 2, "minimax", layout, router_jitter_noise=0.3)
+    assert "The parity check failed" in message
 
 
-def test_a_gradient_that_one_rank_lacks_is_worth_nothing_and_stops_no_rank():
+def test_gradient_missing_on_one_rank_is_nan():
     def on_rank():
         rank = torch.distributed.get_rank()
         parameters = {"both": torch.nn.Parameter(torch.ones(2)), "none": torch.nn.Parameter(torch.ones(2))}
-        found = _on_all_ranks({"both": None if rank else torch.ones(2), "none": None}, parameters)
-        return found["both"].isnan().all().item(), found["none"] is None
+        gradients = _on_all_ranks({"both": None if rank else torch.ones(2), "none": None}, parameters)
+        return gradients["both"].isnan().all().item(), gradients["none"] is None
 
     assert run_ranks(on_rank, 2) == [(False, True), (True, True)]
 
@@ -173,7 +186,7 @@ def test_a_gradient_that_one_rank_lacks_is_worth_nothing_and_stops_no_rank():
 RECORDED = json.loads(flips.FILE.read_text("utf-8"))
 
 
-def test_every_field_of_ten_types_was_flipped():
+def test_records_cover_every_field():
     assert RECORDED.keys() == set(flips.TYPES) and len(RECORDED) == 10
     for model_type, results in RECORDED.items():
         assert sorted(results) == flips.fields(model_type)
@@ -188,20 +201,20 @@ def test_every_field_of_ten_types_was_flipped():
 
 
 @pytest.mark.parametrize("model_type", flips.TYPES)
-def test_the_gate_says_of_every_flip_what_is_recorded(model_type):
+def test_gate_matches_recorded_flips(model_type):
     different = {}
     for field, before in RECORDED[model_type].items():
-        found = flips.flip(model_type, field, compares=False)["judgment"]
-        # Some fail to compute only.
-        allowed = ("equal", "cannot be built") if found == "let through" else (found,)
+        judgment = flips.flip(model_type, field, compares=False)["judgment"]
+        # Some models fail only when they run.
+        allowed = ("equal", "cannot be built") if judgment == "let through" else (judgment,)
         if before["judgment"] not in allowed:
-            different[field] = found, before["judgment"]
+            different[field] = judgment, before["judgment"]
     assert different == {}
 
 
 @pytest.mark.parametrize("model_type", flips.TYPES)
-def test_a_sample_of_flips_again(model_type):
+def test_sampled_flips_match_records(model_type):
     compared = [field for field, result in RECORDED[model_type].items() if result["judgment"] == "equal"]
     field = random.Random(model_type).choice(sorted(compared))
-    found = flips.flip(model_type, field)
-    assert found["judgment"] == RECORDED[model_type][field]["judgment"], f"{model_type} {field}: {found}"
+    outcome = flips.flip(model_type, field)
+    assert outcome["judgment"] == RECORDED[model_type][field]["judgment"], f"{model_type} {field}: {outcome}"

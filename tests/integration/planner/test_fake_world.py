@@ -1,4 +1,4 @@
-"""The fake world: what it predicts is what gloo ranks have; and what it says of ranks that nobody has here."""
+"""Tests of the fake world: predictions match real gloo ranks, and cover jobs larger than the machine."""
 
 import re
 
@@ -47,7 +47,7 @@ EXPERTS = Qwen3MoeConfig(
     **{"num_attention_heads": 8, "num_key_value_heads": 8, "num_experts": 8, "num_experts_per_tok": 2},
 )
 FLAT = {"pp_size": 2, "num_microbatches": 4}
-# Layout, and how far the peak may be from what the allocator saw: gloo lets go of some a little late.
+# Layout, relative tolerance of the peak against the allocator: gloo frees some buffers late.
 COMPARED = {
     "tp2": ({"tp_size": 2}, 2e-2),
     "tp2+sp": ({"tp_size": 2, "sequence_parallel": True}, 5e-2),
@@ -63,35 +63,35 @@ COMPARED = {
 }
 
 
-def job_of(layout, dtype=torch.bfloat16):
+def make_job(layout, dtype=torch.bfloat16):
     return {"config": EXPERTS if "ep_size" in layout else llama(), "layout": MegatronConfig(**layout), "dtype": dtype}
 
 
-def predicted(layout, rank=0, ranks=2, dtype=torch.bfloat16, **kwargs):
-    [figures] = dry_run(**job_of(layout, dtype), **BATCH, ranks=[rank], world_size=ranks, **kwargs)
+def predict_step(layout, rank=0, ranks=2, dtype=torch.bfloat16, **kwargs):
+    [figures] = dry_run(**make_job(layout, dtype), **BATCH, ranks=[rank], world_size=ranks, **kwargs)
     return figures
 
 
-def compared(layout, ranks):
-    """Predicted and measured figures of some ranks."""
-    # Products of experts on fakes want bf16.
+def predict_and_measure(layout, ranks):
+    """Yields predicted and measured figures of the first and last rank."""
+    # Expert matmuls on fake tensors require bf16.
     dtype = torch.bfloat16 if "ep_size" in layout else torch.float32
-    found = measure_step(**job_of(layout, dtype), **BATCH, world_size=ranks)
+    results = measure_step(**make_job(layout, dtype), **BATCH, world_size=ranks)
     for rank in {0, ranks - 1}:
-        yield predicted(layout, rank, ranks, dtype, as_gloo=True), found[rank]
+        yield predict_step(layout, rank, ranks, dtype, as_gloo=True), results[rank]
 
 
-def of_tensors(figures):
-    """Collectives without the objects that the hosts of a pipeline tell each other at the end of a step."""
+def select_tensor_collectives(figures):
+    """Returns the collectives without the object broadcasts between pipeline ranks at the end of a step."""
     return {key: value for key, value in figures.collectives.items() if key[1] != "broadcast"}
 
 
 @pytest.mark.parametrize(("layout", "limit"), COMPARED.values(), ids=COMPARED)
-def test_predicts_what_gloo_ranks_have(layout, limit):
-    for figures, measured in compared(layout, 2):
+def test_prediction_matches_gloo_ranks(layout, limit):
+    for figures, measured in predict_and_measure(layout, 2):
         assert {name: figures.kept.get(name) for name in measured.kept} == measured.kept
         assert figures.dynamic_peak == pytest.approx(measured.dynamic_peak, rel=limit)
-        assert of_tensors(figures) == of_tensors(measured)
+        assert select_tensor_collectives(figures) == select_tensor_collectives(measured)
 
 
 FOUR = {
@@ -105,16 +105,16 @@ FOUR = {
 
 
 @pytest.mark.parametrize("layout", FOUR.values(), ids=FOUR)
-def test_collectives_are_those_of_four_ranks(layout):
-    for figures, measured in compared(layout, 4):
-        assert of_tensors(figures) == of_tensors(measured)
+def test_collectives_match_four_ranks(layout):
+    for figures, measured in predict_and_measure(layout, 4):
+        assert select_tensor_collectives(figures) == select_tensor_collectives(measured)
 
 
-def test_a_collective_that_is_missing_is_noticed(monkeypatch):
+def test_missing_collective_is_detected(monkeypatch):
     layout = FOUR["dp4, ep2"]
-    [(figures, _), _] = compared(layout, 4)
+    [(figures, _), _] = predict_and_measure(layout, 4)
     monkeypatch.setattr(AllToAll, "exchange_sizes", lambda self, sizes, chosen: None)
-    assert of_tensors(predicted(layout, 0, 4, as_gloo=True)) != of_tensors(figures)
+    assert select_tensor_collectives(predict_step(layout, 0, 4, as_gloo=True)) != select_tensor_collectives(figures)
 
 
 @pytest.mark.parametrize(("tokens", "choices", "experts", "ranks"), [(64, 2, 8, 4), (96, 8, 128, 8), (60, 3, 8, 2)])
@@ -130,8 +130,8 @@ def test_experts_are_chosen_evenly(tokens, choices, experts, ranks):
 
 
 @pytest.mark.parametrize(("as_gloo", "limits"), [(False, (1.8, 2.2)), (True, (3.0, 4.0))], ids=["gpu", "cpu"])
-def test_attention_with_narrow_values_writes_no_scores_on_accelerators(as_gloo, limits):
-    """Bytes grow with tokens, where a CPU's grow with their square."""
+def test_narrow_value_attention_writes_no_scores_on_gpu(as_gloo, limits):
+    """Memory grows linearly with tokens, on a CPU quadratically."""
     config = DeepseekV3Config(
         **{"vocab_size": 64, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "v_head_dim": 16},
         **{"first_k_dense_replace": 2, "num_attention_heads": 8, "num_key_value_heads": 8, "q_lora_rank": 32},
@@ -148,56 +148,56 @@ def test_attention_with_narrow_values_writes_no_scores_on_accelerators(as_gloo, 
 @pytest.mark.parametrize(
     ("heads", "dtype", "writes"), [(8, torch.float32, False), (4, torch.float32, True), (4, torch.bfloat16, False)]
 )
-def test_shared_heads_in_fp32_write_scores_on_accelerators(heads, dtype, writes):
-    """CUDA's kernel of that precision does not know heads that share keys: as measured on one."""
+def test_shared_fp32_heads_write_scores_on_gpu(heads, dtype, writes):
+    """The fp32 CUDA kernel does not support grouped-query heads, as measured on a GPU."""
     config, tokens = llama(num_key_value_heads=heads), 2048
-    [found] = dry_run(config, MegatronConfig(tp_size=2), [0], 2, batch_size=1, sequence_length=tokens, dtype=dtype)
+    [figures] = dry_run(config, MegatronConfig(tp_size=2), [0], 2, batch_size=1, sequence_length=tokens, dtype=dtype)
     scores = tokens * tokens * config.num_attention_heads // 2 * dtype.itemsize
-    kept = max(sum(causes.values()) for causes in found.layers.values())
-    assert (kept > scores) == writes
+    layer_bytes = max(sum(causes.values()) for causes in figures.layers.values())
+    assert (layer_bytes > scores) == writes
 
 
-def test_half_precision_keeps_what_gloo_ranks_keep():
-    figures = predicted({"zero_stage": 1}, as_gloo=True)
+def test_half_precision_memory_matches_gloo_ranks():
+    figures = predict_step({"zero_stage": 1}, as_gloo=True)
     measured = measure_step(llama(), MegatronConfig(zero_stage=1), 2, **BATCH)[0]
     assert {name: figures.kept.get(name) for name in measured.kept} == measured.kept
     assert {"weights", "main weights", "moments", "gradients"} <= measured.kept.keys()
 
 
-# Bytes per parameter beside activations: weights 2, gradients 4, main weights and moments 12 over the ranks.
+# Bytes per parameter without activations: weights 2, gradients 4, main weights and moments 12 / ranks.
 
 
-def per_parameter(ranks=4):
-    return sum(predicted({"zero_stage": 1}, ranks=ranks).per_parameter.values())
+def get_bytes_per_parameter(ranks=4):
+    return sum(predict_step({"zero_stage": 1}, ranks=ranks).per_parameter.values())
 
 
 @pytest.mark.parametrize("ranks", [2, 4, 16])
-def test_stage_one_keeps_no_more_than_megatron(ranks):
-    # Rows are padded, and end in a column per parameter.
-    assert per_parameter(ranks) <= (6 + 12 / ranks) * 1.01
+def test_zero1_memory_is_within_megatron(ranks):
+    # Buffer segments are padded and end with a flag per parameter.
+    assert get_bytes_per_parameter(ranks) <= (6 + 12 / ranks) * 1.01
 
 
-def test_stage_three_keeps_its_share_of_every_parameter():
-    """It was divided by what a rank holds: two bytes of weights per parameter, whatever the number of ranks."""
-    replicated, split = (predicted({"zero_stage": stage}, ranks=4) for stage in (1, 3))
+def test_zero3_keeps_its_shard_per_parameter():
+    """Regression: bytes were divided by local parameters, which made 2 bytes of weights for any number of ranks."""
+    replicated, split = (predict_step({"zero_stage": stage}, ranks=4) for stage in (1, 3))
     assert split.parameters == replicated.parameters
     assert split.per_parameter["weights"] == pytest.approx(2 / 4, rel=1e-3)
     assert sum(split.per_parameter.values()) == pytest.approx((2 + 12) / 4, rel=0.01)
-    assert predicted({"tp_size": 2, "zero_stage": 3}, ranks=4).parameters < 0.6 * replicated.parameters
+    assert predict_step({"tp_size": 2, "zero_stage": 3}, ranks=4).parameters < 0.6 * replicated.parameters
 
 
-def keep_grad_buffer_of_weights(monkeypatch):
+def keep_gathered_weights(monkeypatch):
     receive = param_gather._receive
 
     def keep(bucket, gather):
-        rows = bucket.rows
+        buffer = bucket.rows
         receive(bucket, gather)
-        bucket.rows = rows
+        bucket.rows = buffer
 
     monkeypatch.setattr(param_gather, "_receive", keep)
 
 
-def reduce_with_the_rows(monkeypatch):
+def keep_reduction_buffer(monkeypatch):
     monkeypatch.setattr(buckets.Bucket, "own_segment", lambda self, *, keep: self.take_inbox()[:1])
 
 
@@ -211,19 +211,19 @@ def keep_last_weights(monkeypatch):
     monkeypatch.setattr(distributed_optimizer.ShardedOptimizer, "publish", keep)
 
 
-@pytest.mark.parametrize("fault", [keep_grad_buffer_of_weights, reduce_with_the_rows, keep_last_weights])
-def test_a_second_copy_is_noticed(fault, monkeypatch):
+@pytest.mark.parametrize("fault", [keep_gathered_weights, keep_reduction_buffer, keep_last_weights])
+def test_second_copy_is_detected(fault, monkeypatch):
     fault(monkeypatch)
-    assert per_parameter() > (6 + 12 / 4) * 1.04
+    assert get_bytes_per_parameter() > (6 + 12 / 4) * 1.04
 
 
 @pytest.mark.parametrize("pairwise", [True, False])
-def test_buckets_grow_with_ranks_that_share_them(pairwise):
+def test_bucket_size_grows_with_ranks(pairwise):
     sizes = [default_capacity(ranks, torch.float32, pairwise=pairwise) for ranks in (2, 40, 128)]
     assert sizes == ([2**25] * 3 if pairwise else [160_000_000, 160_000_000, 512_000_000])
 
 
-# The host waits for its device once in a step: for whether all gradients are finite.
+# The host syncs with its device once per step, to read whether all gradients are finite.
 
 WAITING = {
     "tp2+sp": ({"tp_size": 2, "sequence_parallel": True}, 2),
@@ -236,41 +236,43 @@ WAITING = {
 }
 
 
-def waits(layout, rank, ranks):
-    return [(read.moment, read.where[:2]) for read in predicted(layout, rank, ranks).get_package_reads("hf_megatron")]
+def list_host_syncs(layout, rank, ranks):
+    return [
+        (read.moment, read.where[:2]) for read in predict_step(layout, rank, ranks).get_package_reads("hf_megatron")
+    ]
 
 
 @pytest.mark.parametrize(("layout", "ranks"), WAITING.values(), ids=WAITING)
 @pytest.mark.parametrize("last", [False, True], ids=["first rank", "last rank"])
-def test_the_host_waits_once_in_a_step(layout, ranks, last):
-    found = waits(layout, ranks - 1 if last else 0, ranks)
-    assert [moment for moment, _ in found] == ["optimizer step"], found
+def test_host_syncs_once_per_step(layout, ranks, last):
+    reads = list_host_syncs(layout, ranks - 1 if last else 0, ranks)
+    assert [moment for moment, _ in reads] == ["optimizer step"], reads
 
 
-def test_a_further_wait_is_noticed(monkeypatch):
+def test_extra_host_sync_is_detected(monkeypatch):
     monkeypatch.setattr(train_step, "is_async_device", lambda device: False)
-    found = waits({"pp_size": 2, "num_microbatches": 4}, 0, 2)
-    assert [moment for moment, _ in found] == ["backward", "optimizer step"]
+    reads = list_host_syncs({"pp_size": 2, "num_microbatches": 4}, 0, 2)
+    assert [moment for moment, _ in reads] == ["backward", "optimizer step"]
 
 
 @pytest.mark.parametrize("inputs", [("attention_mask",), ("position_ids",), ("attention_mask", "position_ids")])
 @pytest.mark.parametrize("layout", [{"tp_size": 2}, {"pp_size": 2, "num_microbatches": 4}], ids=["tp2", "pp2"])
-def test_masks_and_positions_are_asked_for_once_in_a_call(layout, inputs):
-    """And not by transformers, which asked in each microbatch."""
-    figures = predicted(layout, 1, inputs=inputs)
+def test_masks_and_positions_are_read_once_per_call(layout, inputs):
+    """The library reads them, not transformers, which would read them in each microbatch."""
+    figures = predict_step(layout, 1, inputs=inputs)
     assert [read.moment for read in figures.reads] == ["forward", "optimizer step"]
     assert figures.get_package_reads("hf_megatron") == figures.reads
 
 
-# Ranks of jobs that are nowhere
+# Ranks of jobs larger than the machine
 
 
-def test_stages_of_a_large_job():
+def test_large_job_stages():
     layout = MegatronConfig(tp_size=8, sequence_parallel=True, pp_size=4, num_microbatches=4)
     first, last = dry_run(llama(8), layout, [0, 24], 1024, **BATCH)
     groups = {group for group, _ in first.collectives}
     assert {"mesh_tp", "mesh_pp", "mesh_dp_shard"} <= groups
-    # As many microbatches wait as there are stages behind; the last has one.
+    # A stage holds one microbatch per stage from it to the last; the last stage holds one.
     assert len(first.layers) == len(last.layers) == 2 * 4
     assert first.at_peak["activations of layers"] > 3 * last.at_peak["activations of layers"]
     assert first.collectives["mesh_pp", "send"] == last.collectives["mesh_pp", "recv"]
@@ -278,21 +280,21 @@ def test_stages_of_a_large_job():
 
 def test_recomputed_layers_keep_their_input():
     layout = {"tp_size": 2, "sequence_parallel": True}
-    plain, recomputed = (predicted(layout | more) for more in ({}, {"recompute": "full"}))
+    plain, recomputed = (predict_step(layout | more) for more in ({}, {"recompute": "full"}))
     sizes = [sum(figures.layers["model.layers.1", 0].values()) for figures in (plain, recomputed)]
-    # [rows, tokens / ranks, hidden] in bf16.
+    # [batch, tokens / ranks, hidden] in bf16.
     assert sizes[1] == 4 * 64 // 2 * 128 * 2 and sizes[0] > 10 * sizes[1]
 
 
-def test_offloaded_inputs_are_no_memory_of_a_device():
+def test_offloaded_inputs_use_no_device_memory():
     recomputed, offloaded = (
-        predicted({"tp_size": 2, "recompute": "full"} | more) for more in ({}, {"offload_activations": True})
+        predict_step({"tp_size": 2, "recompute": "full"} | more) for more in ({}, {"offload_activations": True})
     )
-    # Those of all layers but the one that computes.
+    # Inputs of all layers except the one being computed.
     assert recomputed.peak - offloaded.peak >= 3 * (4 * 64 * 128 * 2)
 
 
-def test_no_watch_starts():
+def test_no_watchdog_starts():
     assert run_fake_ranks(lambda world: running_watch(), [1], 4) == [None]
 
 
@@ -309,15 +311,21 @@ def test_no_watch_starts():
         ({"inputs": ["pixel_values"]}, "pixel_values"),
     ],
 )
-def test_impossible_numbers_say_so(changes, match):
-    given = {"layout": MegatronConfig(tp_size=2), "ranks": [0], "world_size": 2, "batch_size": 1, "sequence_length": 8}
+def test_invalid_arguments_raise(changes, match):
+    arguments = {
+        "layout": MegatronConfig(tp_size=2),
+        "ranks": [0],
+        "world_size": 2,
+        "batch_size": 1,
+        "sequence_length": 8,
+    }
     with pytest.raises(ConfigError, match=match):
-        dry_run(LlamaConfig(), **{**given, **changes})
+        dry_run(LlamaConfig(), **{**arguments, **changes})
 
 
-def test_an_impossible_layout_says_so():
+def test_invalid_layout_raises():
     with pytest.raises(RankError, match="tp_size=3"):
-        predicted({"tp_size": 3})
+        predict_step({"tp_size": 3})
 
 
 SMALL = {"vocab_size": 64, "num_hidden_layers": 1, "hidden_size": 32, "num_attention_heads": 2}
@@ -332,8 +340,8 @@ LEARNED = {
 
 
 @pytest.mark.parametrize("named", LEARNED)
-def test_tokens_beyond_a_table_of_positions_say_so(named):
-    """Nothing is looked up in a fake world: every number was predicted for steps that cannot be."""
+def test_tokens_beyond_position_table_raise(named):
+    """Embedding lookups are not executed in a fake world, so lengths must be checked explicitly."""
     config, table = LEARNED[named]
     with pytest.raises(ConfigError, match=rf"sequence_length = 17: {named} has 16 positions \({re.escape(table)}\)"):
         dry_run(config, MegatronConfig(tp_size=2), [0], 2, batch_size=1, sequence_length=17)
@@ -353,6 +361,6 @@ def test_tokens_beyond_a_table_of_positions_say_so(named):
     ],
     ids=lambda config: config.model_type,
 )
-def test_tokens_that_transformers_takes_are_predicted(config):
+def test_supported_sequence_lengths_pass(config):
     AutoModelForCausalLM.from_config(config)(input_ids=torch.zeros(1, 17, dtype=torch.int64))
     require_lengths(config, 17, None)

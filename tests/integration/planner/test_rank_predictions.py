@@ -1,4 +1,4 @@
-"""Every kind of rank of a job: what is played on a few measured actions is what all microbatches, run, show."""
+"""Tests of rank predictions: a schedule simulated from a few measured actions matches a run of all microbatches."""
 
 import json
 import re
@@ -24,16 +24,16 @@ from tests.integration.planner.test_fake_world import llama
 MICROBATCHES, TOKENS = 8, 128
 
 
-def run_in_full(config, layout, world_size):
+def run_all_microbatches(config, layout, world_size):
     ranks = [rank * layout.tp_size for rank in range(layout.pp_size)]
     return dry_run(config, layout, ranks, world_size, batch_size=layout.num_microbatches, sequence_length=TOKENS)
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_a_schedule_that_is_played_has_the_peak_of_one_that_is_run(schedule):
+def test_simulated_peak_matches_full_run(schedule):
     layout = MegatronConfig(pp_size=2, num_microbatches=MICROBATCHES, pipeline_schedule=schedule)
-    played = predict_ranks(llama(), layout, 4, sequence_length=TOKENS)
-    for rank, run in zip(played, run_in_full(llama(), layout, 4), strict=True):
+    predictions = predict_ranks(llama(), layout, 4, sequence_length=TOKENS)
+    for rank, run in zip(predictions, run_all_microbatches(llama(), layout, 4), strict=True):
         assert rank.kept == {name: size for name, size in run.kept.items() if name != "forward"}
         assert rank.peak.size == pytest.approx(run.peak, rel=1e-4)
         assert rank.collectives == run.collectives
@@ -45,7 +45,7 @@ class UnevenConfig(LlamaConfig):
 
 
 class UnevenLlama(LlamaForCausalLM):
-    """As hub models whose layers have widths of their own (OpenELM, DeciLM)."""
+    """Model with per-layer widths, like OpenELM and DeciLM on the Hub."""
 
     config_class = UnevenConfig
 
@@ -55,12 +55,12 @@ class UnevenLlama(LlamaForCausalLM):
             layer.mlp = LlamaMLP(LlamaConfig(**config.to_dict() | {"intermediate_size": width}))
 
 
-def test_layers_of_other_sizes_are_another_kind():
+def test_layers_with_other_sizes_form_another_kind():
     sizes = {"hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 2, "num_key_value_heads": 1}
     layout = MegatronConfig(pp_size=4, pipeline_partition=(1, 1, 1, 1))
 
     def on_rank():
-        # In a fork: other tests go over all types that there are.
+        # In a fork: other tests iterate over all registered types.
         AutoModelForCausalLM.register(UnevenConfig, UnevenLlama)
         short = shorten(UnevenConfig(**sizes, vocab_size=64))
         return group_ranks(UnevenConfig(**sizes, vocab_size=64), layout), short.layers
@@ -71,57 +71,59 @@ def test_layers_of_other_sizes_are_another_kind():
     assert group_ranks(LlamaConfig(**sizes, vocab_size=64), layout) == [[0], [1, 2], [3]]
 
 
-def test_ranks_that_hold_the_same_are_run_once_and_differ_in_their_microbatches():
+def test_identical_stages_share_one_run():
     layout = MegatronConfig(tp_size=2, sequence_parallel=True, pp_size=4, num_microbatches=MICROBATCHES)
     config = llama(tie_word_embeddings=True)
     assert group_ranks(config, replace(layout, pipeline_partition=(1, 1, 1, 1))) == [[0], [1, 2], [3]]
     layout = replace(layout, pipeline_partition=(1, 1, 1, 1))
-    played = predict_ranks(config, layout, 16, sequence_length=TOKENS)
-    run = run_in_full(config, layout, 16)
-    assert [rank.kind for rank in played] == [0, 1, 1, 2]
-    assert played[1].peak.size > played[2].peak.size
-    for rank, figures in zip(played, run, strict=True):
+    predictions = predict_ranks(config, layout, 16, sequence_length=TOKENS)
+    run = run_all_microbatches(config, layout, 16)
+    assert [rank.kind for rank in predictions] == [0, 1, 1, 2]
+    assert predictions[1].peak.size > predictions[2].peak.size
+    for rank, figures in zip(predictions, run, strict=True):
         assert rank.peak.size == pytest.approx(figures.peak, rel=1e-4)
         assert rank.collectives == figures.collectives
 
 
 @pytest.mark.parametrize("microbatches", [1, 3])
-def test_as_few_microbatches_as_are_measured_are_run_as_they_are(microbatches):
+def test_few_microbatches_match_full_run(microbatches):
     layout = MegatronConfig(pp_size=2, num_microbatches=microbatches)
-    found = predict_ranks(llama(), layout, 2, sequence_length=TOKENS)
-    assert [rank.peak.size for rank in found] == [figures.peak for figures in run_in_full(llama(), layout, 2)]
+    predictions = predict_ranks(llama(), layout, 2, sequence_length=TOKENS)
+    assert [rank.peak.size for rank in predictions] == [
+        figures.peak for figures in run_all_microbatches(llama(), layout, 2)
+    ]
 
 
-def test_a_job_without_stages_is_one_kind():
+def test_job_without_pipeline_has_one_kind():
     [rank] = predict_ranks(llama(), MegatronConfig(tp_size=2, zero_stage=1), 8, sequence_length=TOKENS)
     [run] = dry_run(llama(), MegatronConfig(tp_size=2, zero_stage=1), [0], 8, batch_size=1, sequence_length=TOKENS)
     assert (rank.peak.size, rank.collectives) == (run.peak, run.collectives)
 
 
-def test_a_gradient_that_is_not_let_go_of_is_in_the_peak(monkeypatch):
+def test_retained_gradients_raise_peak(monkeypatch):
     layout = MegatronConfig(pp_size=2, num_microbatches=MICROBATCHES)
     right = predict_ranks(llama(), layout, 2, sequence_length=TOKENS)
-    hand_back, kept = action_memory.Execution._hand_back, []
+    hand_back, retained_gradients = action_memory.Execution._hand_back, []
 
     def keep(self, cell, inputs):
         hand_back(self, cell, inputs)
-        kept.append(self._buffers.gradients[cell[0] - 1, cell[1]])
+        retained_gradients.append(self._buffers.gradients[cell[0] - 1, cell[1]])
 
     monkeypatch.setattr(action_memory.Execution, "_hand_back", keep)
     wrong = predict_ranks(llama(), layout, 2, sequence_length=TOKENS)
-    # Hidden states of all microbatches but the one at the peak, in bf16.
+    # bf16 gradients of the hidden states of all microbatches but the one at the peak.
     more = wrong[1].peak.size - right[1].peak.size
     assert more == pytest.approx((MICROBATCHES - 1) * TOKENS * 128 * 2, rel=0.2)
 
 
-def test_says_which_numbers_are_wrong():
+def test_invalid_sizes_raise():
     with pytest.raises(ConfigError, match=r"sequence_length = 2000: GPT2LMHeadModel has 1024 positions"):
         predict_ranks(GPT2Config(), MegatronConfig(tp_size=2), 2, sequence_length=2000)
     with pytest.raises(ConfigError, match="does not divide the job's 3 ranks"):
         predict_ranks(llama(), MegatronConfig(tp_size=2), 3, sequence_length=TOKENS)
 
 
-def test_the_table_names_kinds_peaks_and_waits():
+def test_table_lists_kinds_peaks_and_host_syncs():
     layout = MegatronConfig(pp_size=2, num_microbatches=MICROBATCHES)
     text = as_text(predict_ranks(llama(), layout, 4, sequence_length=TOKENS), layout, device_gib=80)
     assert "2 pipeline ranks of 2 kinds" in text
@@ -130,7 +132,7 @@ def test_the_table_names_kinds_peaks_and_waits():
     assert "optimizer step: _local_scalar_dense in hf_megatron." in text
 
 
-def test_the_command_prints_every_rank(tmp_path):
+def test_command_prints_every_rank(tmp_path):
     llama().save_pretrained(tmp_path)
     words = ["dry-run", str(tmp_path), "--num-gpus", "8", "--seq-length", "64", "--json"]
     result = CliRunner().invoke(app, [*words, "--layout", "tp2+pp2+mb8"])
@@ -138,5 +140,5 @@ def test_the_command_prints_every_rank(tmp_path):
     rows = json.loads(result.stdout[result.stdout.index("[\n") :])
     assert [row["pipeline_rank"] for row in rows] == [0, 1]
     assert rows[0]["collectives"]["mesh_pp send"]["calls"] == MICROBATCHES
-    refused = CliRunner().invoke(app, [*words, "--layout", "tp2+pp2,tp4"])
-    assert refused.exit_code == 2
+    error_result = CliRunner().invoke(app, [*words, "--layout", "tp2+pp2,tp4"])
+    assert error_result.exit_code == 2

@@ -1,4 +1,4 @@
-"""The planner's closed forms against the dry run, which is equal to real ranks, and what its search answers."""
+"""Tests of the planner: closed-form estimates against the dry run, which matches real ranks, and layout search."""
 
 import json
 from collections import Counter
@@ -87,7 +87,7 @@ SHIFTED = BartConfig(
     encoder_attention_heads=8,
     decoder_attention_heads=8,
 )
-# The tower is held, and sees nothing.
+# The vision encoder is allocated but receives no input.
 IMAGES = Qwen2_5_VLConfig(
     text_config={
         "vocab_size": 8000,
@@ -104,7 +104,7 @@ IMAGES = Qwen2_5_VLConfig(
     image_token_id=3,
     video_token_id=4,
 )
-# A device of which a handful holds these models.
+# A device so small that several are needed to hold these models.
 TINY = replace(device("h100"), name="tiny", memory_gib=0.25)
 
 
@@ -120,7 +120,7 @@ SIZES = [{"zero_stage": stage} for stage in range(4)] + [{"tp_size": 2}]
     ],
     ids=lambda value: "+".join(map(str, value.items())) if isinstance(value, dict) else value.model_type,
 )
-def test_what_is_kept_is_what_is_allocated(config, sizes):
+def test_kept_bytes_match_dry_run(config, sizes):
     layout = MegatronConfig(dp_size=DP, **sizes)
     short = shorten(config)
     held = plan_unit_parameters(short, layout, 2)
@@ -150,15 +150,15 @@ def test_what_is_kept_is_what_is_allocated(config, sizes):
     ids=lambda value: "+".join(map(str, value.values())) if isinstance(value, dict) else "",
 )
 @pytest.mark.parametrize("config", [LLAMA, EXPERTS], ids=lambda config: config.model_type)
-def test_memory_is_near_the_dry_runs(config, sizes, limit):
-    """On models this small what is rounded weighs the most."""
+def test_memory_estimate_is_close_to_dry_run(config, sizes, limit):
+    """Rounding errors are largest on models this small."""
     microbatches = 8 if "pp_size" in sizes else 1
     layout = MegatronConfig(dp_size=DP, num_microbatches=8 if "pp_size" in sizes else None, **sizes)
     book = UnitBook(shorten(config), Job(DP * layout.ranks_per_replica, device("h100"), LENGTH, DP * microbatches))
     book.measure({layout.tp_size}, {1}, {layout.recompute})
-    found = Estimator(book).memory.categories(layout, 1, microbatches)
+    estimates = Estimator(book).memory.categories(layout, 1, microbatches)
     predicted = predict_ranks(config, layout, DP * layout.ranks_per_replica, sequence_length=LENGTH)
-    for rank, expected in zip(found, predicted, strict=True):
+    for rank, expected in zip(estimates, predicted, strict=True):
         assert sum(rank.values()) == pytest.approx(expected.peak.size, rel=limit)
 
 
@@ -170,8 +170,8 @@ def test_memory_is_near_the_dry_runs(config, sizes, limit):
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else value.model_type,
 )
-def test_memory_of_other_kinds_is_near_the_dry_runs(config, sizes):
-    """Encoders, two stacks with labels of another length, and a model of images that reads text."""
+def test_memory_estimate_for_other_architectures(config, sizes):
+    """Covers encoders, encoder-decoders with another target length, and a vision-language model on text."""
     microbatches = 8 if "pp_size" in sizes else 1
     target = 128 if config.is_encoder_decoder else None
     layout = MegatronConfig(
@@ -181,9 +181,9 @@ def test_memory_of_other_kinds_is_near_the_dry_runs(config, sizes):
     assert len(short.names) < len(short.layers)
     book = UnitBook(short, Job(4, device("h100"), LENGTH, 2 * microbatches, target_length=target))
     book.measure({layout.tp_size}, {1}, {None})
-    found = Estimator(book).memory.categories(layout, 1, microbatches)
+    estimates = Estimator(book).memory.categories(layout, 1, microbatches)
     predicted = predict_ranks(config, layout, 4, sequence_length=LENGTH, target_length=target)
-    for rank, expected in zip(found, predicted, strict=True):
+    for rank, expected in zip(estimates, predicted, strict=True):
         assert sum(rank.values()) == pytest.approx(expected.peak.size, rel=0.06)
 
 
@@ -196,12 +196,12 @@ TRAINED = {
 
 @pytest.mark.parametrize("training", TRAINED.values(), ids=TRAINED)
 @pytest.mark.parametrize("sizes", [{"tp_size": 2, "sequence_parallel": True}, {"zero_stage": 0}], ids=["tp2", "dp4"])
-def test_what_is_trained_is_what_is_kept_and_costs(training, sizes):
+def test_trainable_parameters_determine_memory(training, sizes):
     layout = MegatronConfig(dp_size=DP, **sizes)
     ranks = DP * layout.ranks_per_replica
     book = UnitBook(shorten(LLAMA, training), Job(ranks, device("h100"), LENGTH, DP, training=training))
     book.measure({layout.tp_size}, {1}, {None})
-    [found] = Estimator(book).memory.categories(layout, 1, 1)
+    [estimate] = Estimator(book).memory.categories(layout, 1, 1)
 
     def on_rank(world):
         return step_figures(world, LLAMA, layout, StepSizes(1, LENGTH), adapt=training.adapt)
@@ -209,24 +209,24 @@ def test_what_is_trained_is_what_is_kept_and_costs(training, sizes):
     [figures] = run_fake_ranks(on_rank, [0], ranks)
     names = ("weights", "main weights", "moments")
     buffers = sum(buffer.nbytes for buffer in book.short.model.buffers())
-    kept = Counter(figures.kept)
-    kept["weights"] -= buffers
-    assert {name: found[name] for name in names} == {name: kept[name] for name in names}
-    assert sum(found.values()) == pytest.approx(figures.peak, rel=0.06)
+    expected = Counter(figures.kept)
+    expected["weights"] -= buffers
+    assert {name: estimate[name] for name in names} == {name: expected[name] for name in names}
+    assert sum(estimate.values()) == pytest.approx(figures.peak, rel=0.06)
 
 
-def test_a_frozen_beginning_has_no_backward():
+def test_frozen_first_layers_have_no_backward():
     training = TRAINED["frozen"]
     book = UnitBook(shorten(LLAMA, training), Job(8, device("h100"), LENGTH, 8, training=training))
     assert len({*book.short.layers}) == 3
     book.measure({1}, {1}, {None})
     frozen, _, first, trained = (book.costs(MegatronConfig(dp_size=8)).layers[layer] for layer in (0, 1, 3, 4))
     assert frozen.backward.flops == 0 and frozen.left < trained.left / 4
-    # Its norm is trained, which takes all gradients but those of what it reads.
+    # Its norm is trainable, which needs all gradients except the one of its input.
     assert 0 < first.backward.flops == trained.backward.flops and first.backward.moved < trained.backward.moved
 
 
-def test_few_bits_are_what_bitsandbytes_keeps():
+def test_quantized_sizes_match_bitsandbytes():
     functional = pytest.importorskip("bitsandbytes").functional
     weight = torch.randn(96, 160)
     codes, state = functional.quantize_4bit(weight, quant_type="nf4")
@@ -246,8 +246,8 @@ def test_few_bits_are_what_bitsandbytes_keeps():
     assert peaks["nf4"][1] > peaks[None][1]
 
 
-def test_packed_documents_and_offloaded_states_are_priced():
-    # So small a model is bound by launches.
+def test_packing_and_offloading_change_costs():
+    # A model this small is bound by kernel launches.
     job = Job(8, replace(device("h100"), launch_us=1e-6), LENGTH, 8)
     book = UnitBook(shorten(LLAMA), job)
     book.measure({1}, {1}, {None})
@@ -272,18 +272,18 @@ def test_packed_documents_and_offloaded_states_are_priced():
         ({"frozen": ("(",)}, "not a valid regular expression"),
     ],
 )
-def test_what_cannot_be_trained_says_so(values, message):
+def test_invalid_training_raises(values, message):
     with pytest.raises(ConfigError, match=message):
         Training(**values)
 
 
-def test_lora_without_peft_says_so(monkeypatch):
+def test_lora_without_peft_raises(monkeypatch):
     monkeypatch.setattr("hf_megatron.planner.training.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match="pip install peft"):
         Training(lora_rank=8)
 
 
-def test_codes_are_not_planned_with_stage_three():
+def test_quantized_weights_exclude_zero3():
     bounds = Bounds(recomputes=(None,), fixed={"tp_size": 1, "cp_size": 1, "pp_size": 1})
     job = Job(8, device("h100"), LENGTH, 64)
     coded = search_layouts(LLAMA, replace(job, training=Training(8, quantized="nf4")), bounds)
@@ -294,26 +294,26 @@ def test_codes_are_not_planned_with_stage_three():
 @pytest.mark.parametrize(
     ("pattern", "message"), [("nowhere", "no parameter of LlamaForCausalLM"), (".", "no trainable parameter")]
 )
-def test_patterns_that_leave_nothing_say_so(pattern, message):
+def test_invalid_frozen_patterns_raise(pattern, message):
     with pytest.raises(ConfigError, match=message):
         shorten(LLAMA, Training(frozen=(pattern,)))
 
 
-def test_layers_that_run_again_cost_what_they_are_measured_to():
+def test_recomputed_layer_cost_matches_measurement():
     short = shorten(LLAMA)
     layouts = [MegatronConfig(tp_size=2, sequence_parallel=True, dp_size=2, recompute=how) for how in (None, "full")]
     plain, measured = measure_units(short, layouts, StepSizes(1, LENGTH))
     hidden = LENGTH * LLAMA.hidden_size * 2 // 2
-    found, expected = plain.recomputed(hidden).layers[0], measured.layers[0]
-    assert found.left == expected.left == hidden
-    assert found.forward == expected.forward
-    # torch ends a recomputation behind the last tensor that backward asked for: what comes after it is left out.
-    assert 1.0 <= found.backward.flops / expected.backward.flops < 1.1
-    assert found.backward.traffic["tp"] == pytest.approx(expected.backward.traffic["tp"], rel=0.4)
+    predicted, expected = plain.recomputed(hidden).layers[0], measured.layers[0]
+    assert predicted.left == expected.left == hidden
+    assert predicted.forward == expected.forward
+    # torch stops recomputation after the last tensor needed by backward and skips the rest of the layer.
+    assert 1.0 <= predicted.backward.flops / expected.backward.flops < 1.1
+    assert predicted.backward.traffic["tp"] == pytest.approx(expected.backward.traffic["tp"], rel=0.4)
 
 
-def test_a_layer_counts_what_it_computes():
-    """Two operations for each weight and token, and half of the scores twice; twice of that in backward and more."""
+def test_layer_flops_match_formulas():
+    """Forward: 2 FLOPs per weight and token plus causal attention; backward: twice that, 2.5 times for attention."""
     short = shorten(LLAMA)
     [costs] = measure_units(short, [MegatronConfig(dp_size=2)], StepSizes(1, LENGTH))
     layer = costs.layers[0]
@@ -336,44 +336,44 @@ def test_a_layer_counts_what_it_computes():
         ("jamba", {}, 5),
     ],
 )
-def test_a_short_model_has_every_kind_of_layer(model_type, changes, length):
+def test_truncated_model_has_every_layer_kind(model_type, changes, length):
     config = CONFIG_MAPPING[model_type](**changes)
     short = shorten(config)
     assert len(short.names) == length and len(short.layers) == config.num_hidden_layers
     assert {*short.layers} <= {*range(length)}
 
 
-def test_a_search_fits_and_is_written(tmp_path):
+def test_search_results_fit_and_are_written(tmp_path):
     job = Job(8, TINY, LENGTH, 64)
-    found = search_layouts(LLAMA, job)
-    assert 1 <= len(found.best) <= 3 and found.considered > found.fits >= len(found.best)
-    assert all(one.peak <= job.memory for one in found.best)
-    times = [one.seconds for one in found.best]
+    plan = search_layouts(LLAMA, job)
+    assert 1 <= len(plan.best) <= 3 and plan.considered > plan.fits >= len(plan.best)
+    assert all(one.peak <= job.memory for one in plan.best)
+    times = [one.seconds for one in plan.best]
     assert times == sorted(times)
-    layouts = {(one.layout.tp_size, one.layout.cp_size, one.layout.pp_size) for one in found.best}
-    assert len(layouts) == len(found.best)
-    for one in found.best:
+    layouts = {(one.layout.tp_size, one.layout.cp_size, one.layout.pp_size) for one in plan.best}
+    assert len(layouts) == len(plan.best)
+    for one in plan.best:
         assert one.layout.ranks_per_replica * one.layout.dp_size == 8
         assert one.rows * one.microbatches * one.layout.dp_size == 64
         assert one.seconds >= one.compute and min(one.exposed.values(), default=0) >= 0 and one.bubble >= 0
-    text = plan_as_text(found, "llama", tokens=1e9)
-    assert found.best[0].layout.layout() in text and "days" in text
-    values = json.loads(json.dumps(plan_as_dict(found, 1e9)))
-    assert values["best"][0]["layout"] == found.best[0].layout.layout()
-    for one in found.best:
+    text = plan_as_text(plan, "llama", tokens=1e9)
+    assert plan.best[0].layout.layout() in text and "days" in text
+    values = json.loads(json.dumps(plan_as_dict(plan, 1e9)))
+    assert values["best"][0]["layout"] == plan.best[0].layout.layout()
+    for one in plan.best:
         path = tmp_path / "layout.yaml"
         path.write_text(layout_as_yaml(one), encoding="utf-8")
         assert MegatronConfig.from_yaml(path) == replace(one.layout, dp_size=None)
-        launch = yaml.safe_load(launch_as_yaml(found, one))
+        launch = yaml.safe_load(launch_as_yaml(plan, one))
         assert launch["num_processes"] == 8 and launch["distributed_type"] == "MEGATRON_LM"
         assert {key.removeprefix("megatron_lm_") for key in launch["megatron_lm_config"]} <= {*LAUNCH_KEYS}
-    draw_plan(found, tmp_path / "plan.png")
+    draw_plan(plan, tmp_path / "plan.png")
     assert (tmp_path / "plan.png").stat().st_size > 10_000
 
 
-def test_fixed_sizes_and_what_does_not_fit():
-    found = search_layouts(LLAMA, Job(8, TINY, LENGTH, 64), Bounds(fixed={"tp_size": 4, "cp_size": 1}))
-    assert {one.layout.tp_size for one in found.best} == {4}
+def test_fixed_sizes_and_infeasible_searches():
+    plan = search_layouts(LLAMA, Job(8, TINY, LENGTH, 64), Bounds(fixed={"tp_size": 4, "cp_size": 1}))
+    assert {one.layout.tp_size for one in plan.best} == {4}
     none = search_layouts(LLAMA, Job(2, replace(TINY, memory_gib=0.05), LENGTH, 64))
     assert not none.best and none.nearest is not None
     assert "nothing fits" in plan_as_text(none, "llama") and "does not fit" in plan_as_text(none, "llama")
@@ -403,7 +403,7 @@ def test_more_work_takes_longer():
     assert times[1].compute > 1.5 * times[0].compute
 
 
-def test_the_command_searches_and_still_prints_claims(tmp_path):
+def test_command_searches_and_prints_shardings(tmp_path):
     LLAMA.save_pretrained(tmp_path / "model")
     runner = CliRunner()
     shardings = runner.invoke(app, ["show", str(tmp_path / "model"), "--layout", "tp4"])
@@ -412,10 +412,17 @@ def test_the_command_searches_and_still_prints_claims(tmp_path):
     assert wrong.exit_code == 2 and "--json is only valid for a search: pass --gpus" in wrong.output
     unknown = runner.invoke(app, ["plan", str(tmp_path / "model"), "--num-gpus", "8", "--gpu", "h1000"])
     assert unknown.exit_code == 2 and "expected one of" in unknown.output
+<<<<<<< HEAD
     arguments = ["--num-gpus", "4", "--seq-length", "256", "--global-batch-size", "16", "--json", "--layout", "tp1+cp1"]
     found = runner.invoke(app, ["plan", str(tmp_path / "model"), *arguments, "--yaml", str(tmp_path / "layout.yaml")])
     assert found.exit_code == 0, found.output
     answer = json.loads(found.output[found.output.index("{") :])
+=======
+    arguments = ["--gpus", "4", "--seq", "256", "--global-batch", "16", "--json", "--tp", "1", "--cp", "1"]
+    result = runner.invoke(app, ["plan", str(tmp_path / "model"), *arguments, "--yaml", str(tmp_path / "layout.yaml")])
+    assert result.exit_code == 0, result.output
+    answer = json.loads(result.output[result.output.index("{") :])
+>>>>>>> 7d51fd48e329691917215af3f67396db7ec7eef9
     assert answer["best"][0]["tokens_per_second_and_device"] > 0
     lora = runner.invoke(
         app,
@@ -437,7 +444,7 @@ def test_the_command_searches_and_still_prints_claims(tmp_path):
     assert MegatronConfig.from_yaml(tmp_path / "layout.yaml").tp_size == 1
 
 
-def test_sizes_that_no_layout_has_say_so():
+def test_impossible_fixed_sizes_raise():
     for sizes, message in (
         ({"tp_size": 0}, "tp_size = 0: expected 1 or more"),
         ({"tp_size": 3}, "tp_size = 3: does not divide 8 devices"),
@@ -447,40 +454,40 @@ def test_sizes_that_no_layout_has_say_so():
             search_layouts(LLAMA, Job(8, device("h100"), LENGTH, 16), Bounds(fixed=sizes, recomputes=(None,)))
 
 
-def test_sizes_that_are_no_powers_of_two_are_tried():
+def test_non_power_of_two_sizes_are_searched():
     odd = LlamaConfig(**LLAMA.to_dict() | {"hidden_size": 192, "num_attention_heads": 3, "num_key_value_heads": 3})
-    found = search_layouts(odd, Job(6, device("h100"), LENGTH, 12), Bounds(fixed={"tp_size": 3}, recomputes=(None,)))
-    assert {one.layout.tp_size for one in found.best} == {3}
+    plan = search_layouts(odd, Job(6, device("h100"), LENGTH, 12), Bounds(fixed={"tp_size": 3}, recomputes=(None,)))
+    assert {one.layout.tp_size for one in plan.best} == {3}
 
 
 @pytest.mark.parametrize("recompute", [None, "full"])
 @pytest.mark.parametrize("sizes", [{"ep_size": 2}, {"ep_size": 4}, {"tp_size": 2, "ep_size": 4}], ids=str)
-def test_what_is_sent_to_experts_takes_room(sizes, recompute):
+def test_dispatched_tokens_are_counted_in_memory(sizes, recompute):
     layout = MegatronConfig(dp_size=DP, sequence_parallel="tp_size" in sizes, recompute=recompute, **sizes)
     ranks = DP * layout.ranks_per_replica
     book = UnitBook(shorten(EXPERTS), Job(ranks, device("h100"), LENGTH, DP))
     book.measure({layout.tp_size}, {1}, {recompute}, dispatches=True)
-    [found] = Estimator(book).memory.categories(layout, 1, 1)
+    [estimate] = Estimator(book).memory.categories(layout, 1, 1)
     [predicted] = predict_ranks(EXPERTS, layout, ranks, sequence_length=LENGTH)
-    assert sum(found.values()) == pytest.approx(predicted.peak.size, rel=0.05 if recompute is None else 0.09)
+    assert sum(estimate.values()) == pytest.approx(predicted.peak.size, rel=0.05 if recompute is None else 0.09)
 
 
 @pytest.mark.parametrize("config", [MASKED, ENCODER_DECODER, IMAGES], ids=lambda config: config.model_type)
-def test_other_kinds_are_searched(config):
-    found = search_layouts(config, Job(4, device("h100"), LENGTH, 16), Bounds(recomputes=(None,)))
-    assert found.best and found.uncompared[0] == ()
-    assert any("from the encoder to the decoder" in reason for reason in found.reasons) == config.is_encoder_decoder
+def test_other_architectures_are_searched(config):
+    plan = search_layouts(config, Job(4, device("h100"), LENGTH, 16), Bounds(recomputes=(None,)))
+    assert plan.best and plan.uncompared[0] == ()
+    assert any("from the encoder to the decoder" in reason for reason in plan.reasons) == config.is_encoder_decoder
     if config.is_encoder_decoder:
         with pytest.raises(RankError, match="communication from encoder to decoder"):
             predict_ranks(config, MegatronConfig(pp_size=2), 2, sequence_length=LENGTH)
 
 
-def test_what_loading_refuses_is_left_out_and_what_it_asks_to_check_is_said():
+def test_unsupported_layouts_are_left_out_and_unverified_named():
     layouts = {"tp_size": 2, "pp_size": 1}
     without_sp = XLMConfig(vocab_size=1000, emb_dim=256, n_layers=4, n_heads=8, max_position_embeddings=LENGTH)
-    found = search_layouts(without_sp, Job(4, device("h100"), LENGTH, 16), Bounds(fixed=layouts, recomputes=(None,)))
-    assert not found.best[0].layout.sequence_parallel
-    assert any(reason.startswith("sequence parallelism: ") for reason in found.reasons)
+    plan = search_layouts(without_sp, Job(4, device("h100"), LENGTH, 16), Bounds(fixed=layouts, recomputes=(None,)))
+    assert not plan.best[0].layout.sequence_parallel
+    assert any(reason.startswith("sequence parallelism: ") for reason in plan.reasons)
     several = {"tp_size": 1, "cp_size": 1}
     uncut = XLMConfig(**without_sp.to_dict() | {"pre_norm": True})
     search = search_layouts(uncut, Job(4, device("h100"), LENGTH, 16), Bounds(fixed=several, recomputes=(None,)))
@@ -501,7 +508,7 @@ def test_what_loading_refuses_is_left_out_and_what_it_asks_to_check_is_said():
     ],
     ids=["positions", "labels", "audio", "no loss"],
 )
-def test_what_no_plan_is_of_says_so(config, job, message):
+def test_unplannable_models_raise(config, job, message):
     with pytest.raises(ConfigError, match=message):
         search_layouts(
             config, Job(**{"devices": 4, "device": device("h100"), "sequence_length": 512, "global_batch": 8} | job)

@@ -1,4 +1,4 @@
-"""Flight records of ranks that stand still: who is missing in which collective, on groups of every axis."""
+"""Tests of flight records of hanging ranks: the missing rank and collective, on groups of several axes."""
 
 import json
 import os
@@ -30,7 +30,7 @@ LLAMA = LlamaConfig(
     num_key_value_heads=2,
 )
 LAYOUTS = {"tp": {"tp_size": 2}, "cp": {"cp_size": 2}}
-# A look at each rank's stack falls into the last 15 % of a timeout.
+# The stacks of the ranks are sampled in the last 15 % of a timeout.
 DRAWS, TIMEOUT = 20, 10.0
 
 
@@ -49,54 +49,54 @@ def _recording(monkeypatch, tmp_path):
     monkeypatch.setenv("TORCH_FR_DUMP_TEMP_FILE", str(tmp_path / "records" / "nccl"))
 
 
-def _missing_on_rank(folder):
-    """Has a drawn rank stay away from one collective of a drawn axis; all catch up when everybody has written."""
+def _skip_drawn_collectives(folder):
+    """Makes a random rank skip one collective of a random axis; it catches up after all records are written."""
     ensure_process_group(60.0)
     mesh = {"tp": [[0, 1], [2, 3]], "dp": [[0, 2], [1, 3]]}
     groups = {
         name: [dist.new_group(ranks, group_desc=f"mesh_{name}") for ranks in lists] for name, lists in mesh.items()
     }
-    drawn_all = []
+    draws = []
     for draw in range(DRAWS):
-        drawn = random.Random(draw)
-        axis, missing, calls = drawn.choice([*mesh]), drawn.randrange(4), drawn.randrange(1, 4)
+        rng = random.Random(draw)
+        axis, missing, calls = rng.choice([*mesh]), rng.randrange(4), rng.randrange(1, 4)
         place = next(place for place, ranks in enumerate(mesh[axis]) if missing in ranks)
         members, group, rank = mesh[axis][place], groups[axis][place], dist.get_rank()
-        size, works = drawn.randrange(1, 9), []
+        size, works = rng.randrange(1, 9), []
         if rank in members:
             for _ in range(calls):
                 dist.all_reduce(torch.ones(size, 3), group=group)
             if rank != missing:
                 works.append(dist.all_reduce(torch.ones(size, 5), group=group, async_op=True))
         write_flight_record(folder / str(draw), draw, None if rank == missing else "all_reduce")
-        # Nobody reads before all have written.
+        # All records are written before any rank continues.
         dist.barrier()
         if rank == missing:
             works.append(dist.all_reduce(torch.ones(size, 5), group=group, async_op=True))
         for work in works:
             work.wait()
-        drawn_all.append((axis, members, missing, size))
-    return drawn_all
+        draws.append((axis, members, missing, size))
+    return draws
 
 
-def test_who_stays_away(tmp_path):
-    [drawn, *_] = run_ranks(lambda: _missing_on_rank(tmp_path), 4)
-    for draw, (axis, members, missing, size) in enumerate(drawn):
+def test_missing_rank_is_identified(tmp_path):
+    [draws, *_] = run_ranks(lambda: _skip_drawn_collectives(tmp_path), 4)
+    for draw, (axis, members, missing, size) in enumerate(draws):
         records = read_flight_records(tmp_path / str(draw))
-        # All are in the barrier when the last has written, and some were before.
-        found = [one for one in find_discords(records) if one.axis == axis]
-        [one] = found
-        assert (one.ranks, one.missing) == (tuple(members), (missing,))
-        [call] = one.called.values()
+        # The barrier appears in records too: ranks that wrote early wait there for the others.
+        discords = [discord for discord in find_discords(records) if discord.axis == axis]
+        [discord] = discords
+        assert (discord.ranks, discord.missing) == (tuple(members), (missing,))
+        [call] = discord.called.values()
         assert (call.operation, call.sizes) == ("all_reduce", ((size, 5),))
-        assert f"rank {missing} did not reach collective" in str(one)
-        assert f"all_reduce(Float[{size}, 5])" in str(one)
+        assert f"rank {missing} did not reach collective" in str(discord)
+        assert f"all_reduce(Float[{size}, 5])" in str(discord)
 
 
-def _differing_on_rank(folder):
+def _call_different_collectives(folder):
     ensure_process_group(60.0)
     dist.all_reduce(torch.ones(2))
-    # Recorded as they are called; what gloo makes of them is not waited for.
+    # Collectives are recorded when called; their mismatched execution in gloo is not waited for.
     if dist.get_rank() == 0:
         dist.all_reduce(torch.ones(4), async_op=True)
     else:
@@ -105,8 +105,8 @@ def _differing_on_rank(folder):
     write_flight_record(folder, 0, None)
 
 
-def test_who_calls_something_else(tmp_path):
-    run_ranks(lambda: _differing_on_rank(tmp_path), 2)
+def test_differing_collectives_are_reported(tmp_path):
+    run_ranks(lambda: _call_different_collectives(tmp_path), 2)
     text = tell_hang(read_flight_records(tmp_path))
     assert "differs: all_reduce(Float[4]) on rank 0; broadcast(Float[4]) on rank 1" in text
     result = CliRunner().invoke(app, ["debug", "hang", str(tmp_path)])
@@ -119,30 +119,30 @@ def _sleep(*args):
     time.sleep(TIMEOUT + 3)
 
 
-def _hanging_on_rank(sizes):
+def _train_until_hang(sizes):
     model = AutoModelForCausalLM.from_config(LLAMA, megatron_config=MegatronConfig(**sizes, timeout=TIMEOUT)).train()
     ids = torch.zeros(2, 8, dtype=torch.int64)
     model(input_ids=ids, labels=ids).loss.backward()
     if dist.get_rank() == 1:
         model.model.layers[1].mlp.register_forward_hook(_sleep)
-    # Of both ranks, as the other one has left when the second wakes up.
+    # Both ranks raise: rank 0 times out, and has left the group when rank 1 wakes up.
     with pytest.raises(RuntimeError):
         model(input_ids=ids, labels=ids).loss.backward()
 
 
 @pytest.mark.parametrize("axis", LAYOUTS)
-def test_ranks_that_stand_still_write_their_records(axis, tmp_path):
-    run_ranks(lambda: _hanging_on_rank(LAYOUTS[axis]), 2, timeout=90)
+def test_hanging_ranks_write_flight_records(axis, tmp_path):
+    run_ranks(lambda: _train_until_hang(LAYOUTS[axis]), 2, timeout=90)
     records = read_flight_records(tmp_path / "records")
-    assert {one.rank for one in records} == {0, 1}
-    [found] = find_discords(records)
-    assert found.missing == (1,)
+    assert {record.rank for record in records} == {0, 1}
+    [discord] = find_discords(records)
+    assert discord.missing == (1,)
     text = tell_hang(records)
     assert "rank 1 did not reach collective" in text
     assert "rank 0: after 0 optimizer steps, in " in text
 
 
-def test_nothing_recorded(tmp_path, monkeypatch):
+def test_disabled_recorder_writes_nothing(tmp_path, monkeypatch):
     monkeypatch.setenv("TORCH_FR_BUFFER_SIZE", "0")
 
     def on_rank():
@@ -155,7 +155,7 @@ def test_nothing_recorded(tmp_path, monkeypatch):
         read_flight_records(tmp_path)
 
 
-def test_ranks_without_a_record(tmp_path):
+def test_missing_record_is_reported(tmp_path):
     entry = {
         "process_group": ["0", "default_pg"],
         "is_p2p": False,
@@ -164,7 +164,7 @@ def test_ranks_without_a_record(tmp_path):
         "input_sizes": [[2]],
         "input_dtypes": ["Float"],
     }
-    said = {
+    record = {
         "kind": "flight record",
         "rank": 0,
         "ranks": 2,
@@ -173,7 +173,7 @@ def test_ranks_without_a_record(tmp_path):
         "groups": {"0": [0, 1]},
         "entries": [entry],
     }
-    Path(tmp_path, "rank00000.json").write_text(json.dumps(said), encoding="utf-8")
+    Path(tmp_path, "rank00000.json").write_text(json.dumps(record), encoding="utf-8")
     text = tell_hang(read_flight_records(tmp_path))
     assert "rank 1: no record" in text
     assert os.listdir(tmp_path) == ["rank00000.json"]

@@ -1,6 +1,6 @@
-"""Faults of running jobs: every rank ends in bounded time, with an exit code and the name of the rank at fault.
+"""Tests of faults in running jobs: every rank exits in bounded time with an error that names the failed rank.
 
-Ranks are forks that end as a script does: through `sys.excepthook`, in a process of their own.
+Ranks are forks that exit like a script, through `sys.excepthook`, each in its own process.
 """
 
 import os
@@ -32,19 +32,19 @@ from hf_megatron.core.fork_harness import run_ranks, set_rank_environment
 from hf_megatron.integrations.accelerate.process_group import ensure_process_group
 
 ROOT = Path(__file__).parents[4]
-# What ranks wait for each other; on a busy machine also for one that is late.
+# Seconds that ranks wait for each other; long enough for a slow rank on a busy machine.
 TIMEOUT = 10.0
 TP2 = MegatronConfig(tp_size=2, timeout=TIMEOUT)
 DP2 = MegatronConfig(dp_size=2, timeout=TIMEOUT)
-# A fault that is noticed at once does not wait for this.
+# Timeout for faults that are detected immediately, long before it expires.
 LONG = 90.0
 LONG_LAYOUTS = {"tp2": MegatronConfig(tp_size=2, timeout=LONG), "dp2": MegatronConfig(dp_size=2, timeout=LONG)}
-# What a busy machine may take longer: to load the model, to run the first steps, to end.
+# Additional seconds on a busy machine for loading the model, the first steps and exiting.
 BUSY_SECONDS = 60.0
 
 
 class Job:
-    """Forked ranks that run `function(*args)`; what rank n writes goes to `directory/rankn.log`."""
+    """Forked ranks that run `function(*args)`; the output of rank n is written to `directory/rankn.log`."""
 
     def __init__(self, directory, world_size, function, *args):
         self.directory = directory
@@ -67,13 +67,13 @@ class Job:
             os.dup2(log, 2)
             sys.stdout, sys.stderr = (os.fdopen(number, "w", closefd=False) for number in (1, 2))
             sys.excepthook = sys.__excepthook__
-            # Another test of pytest's process may have left one; a script starts without.
+            # An earlier test in the pytest process may have left an Accelerator state; a script starts without one.
             AcceleratorState._reset_state(reset_partial_state=True)
             set_rank_environment(rank, world_size)
             os.environ["MASTER_PORT"] = str(port)
             torch.set_num_threads(1)
             function(*args)
-            # The exit handlers of this process belong to pytest; the watch's own is called as the interpreter would.
+            # The exit handlers of this process belong to pytest: call only the watchdog's, as the interpreter would.
             watchdog.running_watch()._on_exit()
             sys.stdout.flush()
             status = 0
@@ -83,7 +83,7 @@ class Job:
             os._exit(status)
 
     def wait(self, seconds, ranks=None):
-        """Exit codes by rank, negative for a signal, `None` for a rank that still runs after `seconds`."""
+        """Returns exit codes by rank: negative for a signal, `None` for a rank still running after `seconds`."""
         deadline = time.monotonic() + seconds
         waiting = set(self.processes if ranks is None else ranks) - set(self.codes)
         while waiting and time.monotonic() < deadline:
@@ -105,12 +105,12 @@ class Job:
         return (self.directory / f"rank{rank}.log").read_text()
 
     def seconds_after_fault(self, rank):
-        """When a rank wrote its last, counted from the fault."""
+        """Returns the seconds between the fault and the last output of a rank."""
         [fault_at] = [float(at) for log in (self.text(0), self.text(1)) for at in re.findall(r"FAULT at ([\d.]+)", log)]
         return os.path.getmtime(self.directory / f"rank{rank}.log") - fault_at
 
     def wait_for(self, pattern, rank, seconds=BUSY_SECONDS):
-        """Waits until a rank has written what matches."""
+        """Waits until the output of a rank matches `pattern`."""
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
             if re.search(pattern, self.text(rank) if (self.directory / f"rank{rank}.log").exists() else ""):
@@ -139,7 +139,7 @@ def train(stories, config, fault, steps=1000):
     model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-4))
     ids = torch.randint(3, 512, (2, 17), generator=torch.Generator().manual_seed(0))
     done = 0
-    # A layer in the middle: the other rank is in a collective, or comes to one.
+    # In a middle layer the other rank is inside a collective or about to enter one.
     model.model.layers[2].register_forward_pre_hook(lambda *_: fault(done))
     for step in range(steps):
         accelerator.backward(model(input_ids=ids, labels=ids).loss)
@@ -148,21 +148,21 @@ def train(stories, config, fault, steps=1000):
         done = step + 1
 
 
-def say_fault():
+def print_fault():
     print(f"FAULT at {time.time()}", flush=True)
 
 
 def raise_in_forward(step):
     if step == 3 and dist.get_rank() == 1:
-        say_fault()
+        print_fault()
         raise ValueError("boom on one rank")
 
 
 def signal_self(number):
     def fault(step):
         if step == 3 and dist.get_rank() == 1:
-            time.sleep(0.5)  # the other rank is in a collective by now
-            say_fault()
+            time.sleep(0.5)  # until the other rank is inside a collective
+            print_fault()
             os.kill(os.getpid(), number)
 
     return fault
@@ -170,7 +170,7 @@ def signal_self(number):
 
 def be_slow(step):
     if step == 3 and dist.get_rank() == 1:
-        say_fault()
+        print_fault()
         time.sleep(120)
 
 
@@ -191,7 +191,7 @@ def fail_identically(path):
     AutoModelForCausalLM.from_pretrained(path, megatron_config=TP2)
 
 
-def test_ranks_that_fail_identically_say_so_once(stories, start, tmp_path):
+def test_identical_failures_are_reported_once(stories, start, tmp_path):
     shutil.copytree(stories, tmp_path / "cut")
     os.truncate(tmp_path / "cut" / "model.safetensors", 300_000)
     job = start("alike", fail_identically, tmp_path / "cut")
@@ -221,7 +221,7 @@ def test_fault_18_sigkill_mid_collective(stories, start):
 
 
 def test_fault_19_sigstop_slow_rank(stories, start, monkeypatch):
-    # A rank that is slow, not dead, ends this long after it heard of the failure.
+    # A slow rank exits this long after it learns of the failure.
     monkeypatch.setattr(watchdog, "_GRACE_SECONDS", 2.0)
     jobs = {
         "stopped": start("stopped", train, stories, TP2, signal_self(signal.SIGSTOP)),
@@ -236,21 +236,21 @@ def test_fault_19_sigstop_slow_rank(stories, start, monkeypatch):
         assert TIMEOUT - 1 < job.seconds_after_fault(1 - stuck) < TIMEOUT + BUSY_SECONDS
     assert re.search(WAITING["tp2"], jobs["stopped"].text(0))
     assert "Rank 1 has gone silent (killed or stopped)" in jobs["stopped"].text(0)
-    # The stopped rank holds the store: nobody can say more.
+    # The stopped rank hosts the store, so no further diagnosis is available.
     assert "The job's store does not answer: its host process (rank 0 or the launcher)" in jobs["stopped host"].text(1)
-    found = r"Rank 1 has not reached it and is in .*be_slow \(test_watchdog\.py:\d+\), after 3 optimizer steps"
-    assert re.search(f"{WAITING['dp2']}.*{found}", jobs["slow"].text(0)), jobs["slow"].text(0)
+    location = r"Rank 1 has not reached it and is in .*be_slow \(test_watchdog\.py:\d+\), after 3 optimizer steps"
+    assert re.search(f"{WAITING['dp2']}.*{location}", jobs["slow"].text(0)), jobs["slow"].text(0)
     assert jobs["slow"].wait(BUSY_SECONDS)[1] == 1, "a rank that is alive ends as well"
     assert "Rank 0 detected this first" in jobs["slow"].text(1)
 
 
 def stop_rank_0(step):
     if step == 3 and dist.get_rank() == 0:
-        say_fault()
+        print_fault()
         os.kill(os.getpid(), signal.SIGSTOP)
 
 
-def test_timeout_holds_for_every_group(stories):
+def test_timeout_applies_to_every_group(stories):
     def check():
         model = AutoModelForCausalLM.from_pretrained(
             stories, megatron_config=MegatronConfig(tp_size=2, dp_size=2, timeout=TIMEOUT)
@@ -265,7 +265,7 @@ def test_timeout_holds_for_every_group(stories):
     assert run_ranks(check, 4) == [True] * 4
 
 
-def test_a_wait_for_a_started_collective_ends_at_the_timeout():
+def test_started_collective_times_out():
     seconds = 3.0
 
     def check():
@@ -273,7 +273,7 @@ def test_a_wait_for_a_started_collective_ends_at_the_timeout():
         group, store = dist.new_group(), default_store("waited")
         starts = [
             lambda: dist.all_reduce(torch.ones(1), async_op=True),
-            # What a receive waits is fixed when its group is made.
+            # The timeout of a receive is fixed when its group is created.
             lambda: dist.irecv(torch.ones(1), group=group, group_src=1),
         ]
         dist.barrier()
@@ -319,8 +319,8 @@ def test_fault_20_ranks_started_differently(stories):
     assert time.monotonic() - start < BUSY_SECONDS
 
 
-class Endless(IterableDataset):
-    """As many rows as this rank is to have, whatever the others have."""
+class LocalSamples(IterableDataset):
+    """Iterable dataset with a given number of samples on this rank."""
 
     def __init__(self, rows):
         self.rows = rows
@@ -329,7 +329,7 @@ class Endless(IterableDataset):
         return iter(torch.arange(self.rows))
 
 
-# kind -> batches that every rank reads, and how rank 0's warning begins.
+# kind -> number of batches that every rank reads, beginning of rank 0's warning
 ENDINGS = {
     "iterable": (3, "Rank 0 ran out of data first, after 3 batches; all ranks stop there and at least 1"),
     "uneven": (3, "Rank 1 ran out of data first, after 3 batches; all ranks stop there and at most 1"),
@@ -342,7 +342,7 @@ def test_fault_21_data_ends_early_on_one_rank(stories):
         configuration = DataLoaderConfiguration(dispatch_batches=False, even_batches=kind != "uneven")
         accelerator = Accelerator(cpu=True, dataloader_config=configuration)
         # Each rank reads every other batch of its own source: 3 batches on rank 0, 5 on rank 1.
-        iterable = Endless(12 + 8 * dist.get_rank())
+        iterable = LocalSamples(12 + 8 * dist.get_rank())
         source = {"iterable": iterable, "uneven": torch.arange(14), "equal": torch.arange(16)}[kind]
         loader = accelerator.prepare(DataLoader(source, batch_size=2))
         last = []
@@ -354,16 +354,16 @@ def test_fault_21_data_ends_early_on_one_rank(stories):
         return last, [str(each.message) for each in caught if "ran out of data" in str(each.message)]
 
     def read_all():
-        # Accelerators take the layout of a model that exists.
+        # An Accelerator takes the layout of an existing model.
         model = AutoModelForCausalLM.from_pretrained(stories, megatron_config=DP2)
-        found = {kind: read(kind) for kind in ENDINGS}
+        endings = {kind: read(kind) for kind in ENDINGS}
         del model
-        return found
+        return endings
 
     results = run_ranks(read_all, 2)
-    for rank, found in enumerate(results):
+    for rank, endings in enumerate(results):
         for kind, (batches, beginning) in ENDINGS.items():
-            last, messages = found[kind]
+            last, messages = endings[kind]
             assert last == [False] * (batches - 1) + [True]
             assert len(messages) == (rank == 0 and beginning is not None)
             assert all(message.startswith(beginning) for message in messages), messages
@@ -371,10 +371,10 @@ def test_fault_21_data_ends_early_on_one_rank(stories):
 
 def leave_early(stories):
     train(stories, LONG_LAYOUTS["dp2"], lambda step: None, steps=3 if os.environ["RANK"] == "1" else 1000)
-    say_fault()
+    print_fault()
 
 
-def test_fault_21_plain_loop_that_one_rank_leaves_early(stories, start):
+def test_fault_21_one_rank_leaves_plain_loop_early(stories, start):
     job = start("early", leave_early, stories)
     job.wait_for("FAULT", 1)
     assert job.wait(LONG + BUSY_SECONDS) == {0: 1, 1: 0}, job.text(0)
@@ -408,7 +408,7 @@ def loop_with_group():
     loop_until_requested()
 
 
-def test_termination_signal_stops_all_ranks_at_the_same_step_and_twice_at_once(start):
+def test_termination_signal_stops_all_ranks_at_same_step(start):
     job = start("loop", loop_with_group)
     job.wait_for("READY", 1)
     os.kill(job.processes[1], signal.SIGTERM)
@@ -449,13 +449,13 @@ def test_sigterm_saves_and_exits(stories, tmp_path):
     words += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", str(script), "steps"]
     result = subprocess.run(words, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
     assert result.returncode == 0, result.stderr[-3000:]
-    found = [int(step) for step in re.findall(r"RETURNED (\d+)", result.stdout)]
-    assert len(found) == 2 and found[0] == found[1] and 3 <= found[0] <= 4
-    checkpoint = tmp_path / "out" / f"checkpoint-{found[0]}"
+    steps = [int(step) for step in re.findall(r"RETURNED (\d+)", result.stdout)]
+    assert len(steps) == 2 and steps[0] == steps[1] and 3 <= steps[0] <= 4
+    checkpoint = tmp_path / "out" / f"checkpoint-{steps[0]}"
     assert list(checkpoint.glob("*.safetensors"))
 
 
-def test_sigterm_without_a_save_strategy_stops_only(stories, tmp_path, start):
+def test_sigterm_without_save_strategy_only_stops(stories, tmp_path, start):
     def run():
         sys.argv = ["train.py", "no"]
         exec(SCRIPT.format(stories=str(stories), output=str(tmp_path / "out")), {})
@@ -466,7 +466,7 @@ def test_sigterm_without_a_save_strategy_stops_only(stories, tmp_path, start):
     assert not list((tmp_path / "out").glob("checkpoint*"))
 
 
-def test_watch_is_one_per_process_group_and_puts_everything_back(stories):
+def test_watchdog_is_unique_and_restores_hooks(stories):
     def check():
         before = sys.excepthook
         for _ in range(2):
@@ -494,7 +494,7 @@ watch.watch_ranks(5.0, None)
 """
 
 
-def test_a_thread_in_the_store_does_not_abort_the_end_of_a_script(tmp_path):
+def test_blocked_store_thread_does_not_abort_exit(tmp_path):
     (tmp_path / "script.py").write_text(ENDS, encoding="utf-8")
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

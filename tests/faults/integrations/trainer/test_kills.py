@@ -1,4 +1,4 @@
-"""A stock Trainer whose ranks are killed with SIGKILL, in training and in a save, and which is started again."""
+"""Tests of resuming stock Trainer after SIGKILL of a rank during training or a save."""
 
 import os
 import random
@@ -30,7 +30,7 @@ class KillAt(TrainerCallback):
 
 
 def train_until_killed(path, output, *, rank, step, point, **arguments):
-    """Kills `rank` in the first save after `step` at an I/O point, or at the beginning of that step without one."""
+    """Kills `rank` at an I/O point of the first save after `step`, or at the start of a later step without one."""
     me = torch.distributed.get_rank()
     original, callbacks = transaction.Transaction.__init__, []
 
@@ -39,8 +39,8 @@ def train_until_killed(path, output, *, rank, step, point, **arguments):
             os.kill(os.getpid(), signal.SIGKILL)
 
     def begin(self, target, *args, **kwargs):
-        saved = int(str(target).rpartition("-")[2].partition(".")[0])
-        on_step = kill if me == rank and point is not None and saved > step else None
+        saved_step = int(str(target).rpartition("-")[2].partition(".")[0])
+        on_step = kill if me == rank and point is not None and saved_step > step else None
         original(self, target, *args, **(kwargs | {"on_step": on_step}))
 
     transaction.Transaction.__init__ = begin
@@ -59,28 +59,28 @@ def uninterrupted(stories, tmp_path_factory):
     return run_ranks(train, 2, stories, tmp_path_factory.mktemp("whole"), save_strategy="no")[0]
 
 
-def same(found, expected):
+def assert_same_run(found, expected):
     assert found[0][-1] == expected[0][-1], "loss and gradient norm of the last step"
     assert all(torch.equal(found[1][name], weight) for name, weight in expected[1].items())
 
 
 @pytest.mark.parametrize("point", POINTS)
-def test_a_kill_in_a_save_loses_at_most_that_save(stories, tmp_path, uninterrupted, point):
+def test_kill_during_save_loses_only_that_save(stories, tmp_path, uninterrupted, point):
     rank = 1 if point in ON_EVERY_RANK else 0
     with pytest.raises(RankError, match=f"rank {rank} died"):
         run_ranks(train_until_killed, 2, stories, tmp_path, rank=rank, step=7, point=point)
-    # The save of step 8 is whole or absent; that of step 7 is there in any case.
+    # Checkpoint 8 is either complete or missing; checkpoint 7 exists in any case.
     assert latest(tmp_path).name in ("checkpoint-7", "checkpoint-8")
-    same(run_ranks(train, 2, stories, tmp_path, resume=True)[0], uninterrupted)
+    assert_same_run(run_ranks(train, 2, stories, tmp_path, resume=True)[0], uninterrupted)
     assert not list(tmp_path.glob(".tmp-*")), "what the killed save left is gone after the next one"
 
 
-def test_twenty_kills_reach_the_uninterrupted_result(stories, tmp_path, uninterrupted):
+def test_twenty_kills_match_uninterrupted_run(stories, tmp_path, uninterrupted):
     chance = random.Random(0)
     for kill in range(20):
         done = committed(tmp_path)
         step = int(done[0].name.partition("-")[2].partition(".")[0]) if done else 0
-        # Half of them in training, half in a save; a run that gets nowhere is started again.
+        # Half of the kills hit training and half a save; a run without progress is started again.
         point = chance.choice(POINTS) if chance.random() < 0.5 or not done or step >= STEPS - 2 else None
         rank = chance.randrange(2) if point is None or point in ON_EVERY_RANK else 0
         with pytest.raises(RankError):
@@ -95,4 +95,4 @@ def test_twenty_kills_reach_the_uninterrupted_result(stories, tmp_path, uninterr
                 resume=True if done else None,
             )
         assert kill < 2 or committed(tmp_path), "a checkpoint was lost"
-    same(run_ranks(train, 2, stories, tmp_path, resume=True)[0], uninterrupted)
+    assert_same_run(run_ranks(train, 2, stories, tmp_path, resume=True)[0], uninterrupted)
