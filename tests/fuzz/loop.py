@@ -101,13 +101,8 @@ class Loop:
             noise = 2 * torch.rand(parameter.shape, generator=generator) - 1
             parameter.mul_(1 + torch.finfo(parameter.dtype).eps * noise.to(parameter.dtype))
 
-<<<<<<< HEAD
     def make_optimizer(self, parameters: Any) -> torch.optim.Optimizer:
-        """Makes the case's optimizer, not prepared yet."""
-=======
-    def get_optimizer_state(self, parameters: Any) -> torch.optim.Optimizer:
         """Creates the case's optimizer without preparing it."""
->>>>>>> 7d51fd48e329691917215af3f67396db7ec7eef9
         if self.case["optimizer"] == "adamw":
             return torch.optim.AdamW(parameters, lr=self.case["rate"] * 1e-2, eps=1e-4)
         return torch.optim.SGD(parameters, lr=self.case["rate"] / self.case["norm"], momentum=0.9, weight_decay=1e-2)

@@ -66,13 +66,8 @@ def test_new_combination_error_names_check_command():
     [message, _] = run_ranks(get_gate_error, 2, "qwen3", TP2, num_key_value_heads=1, attention_bias=True)
     assert "linears in copies: self_attn.k_proj: Linear(weight, bias) colwise; compared was Linear(weight)" in message
     assert (
-<<<<<<< HEAD
-        "hf-megatron check qwen3 --class Qwen3ForCausalLM --layout tp4 --set" in said
-        and '"attention_bias": true' in said
-=======
-        "hf-megatron check qwen3 --class Qwen3ForCausalLM --layouts tp4 --set" in message
+        "hf-megatron check qwen3 --class Qwen3ForCausalLM --layout tp4 --set" in message
         and '"attention_bias": true' in message
->>>>>>> 7d51fd48e329691917215af3f67396db7ec7eef9
     )
 
 
@@ -142,17 +137,11 @@ def test_new_base_model_error_names_check_command():
             make_model("qwen3", TP2, {"num_key_value_heads": 1, "attention_bias": True}, AutoModel)
         return str(error.value)
 
-<<<<<<< HEAD
-    for said in run_ranks(on_rank, 2):
-        assert "linears in copies: self_attn.k_proj: Linear(weight, bias) colwise; compared was Linear(weight)" in said
-        assert "hf-megatron check qwen3 --class Qwen3Model --layout tp4 --set" in said
-=======
     for message in run_ranks(on_rank, 2):
         assert (
             "linears in copies: self_attn.k_proj: Linear(weight, bias) colwise; compared was Linear(weight)" in message
         )
-        assert "hf-megatron check qwen3 --class Qwen3Model --layouts tp4 --set" in message
->>>>>>> 7d51fd48e329691917215af3f67396db7ec7eef9
+        assert "hf-megatron check qwen3 --class Qwen3Model --layout tp4 --set" in message
 
 
 def test_small_sharded_fraction_warns():

@@ -412,17 +412,10 @@ def test_command_searches_and_prints_shardings(tmp_path):
     assert wrong.exit_code == 2 and "--json is only valid for a search: pass --gpus" in wrong.output
     unknown = runner.invoke(app, ["plan", str(tmp_path / "model"), "--num-gpus", "8", "--gpu", "h1000"])
     assert unknown.exit_code == 2 and "expected one of" in unknown.output
-<<<<<<< HEAD
     arguments = ["--num-gpus", "4", "--seq-length", "256", "--global-batch-size", "16", "--json", "--layout", "tp1+cp1"]
-    found = runner.invoke(app, ["plan", str(tmp_path / "model"), *arguments, "--yaml", str(tmp_path / "layout.yaml")])
-    assert found.exit_code == 0, found.output
-    answer = json.loads(found.output[found.output.index("{") :])
-=======
-    arguments = ["--gpus", "4", "--seq", "256", "--global-batch", "16", "--json", "--tp", "1", "--cp", "1"]
     result = runner.invoke(app, ["plan", str(tmp_path / "model"), *arguments, "--yaml", str(tmp_path / "layout.yaml")])
     assert result.exit_code == 0, result.output
     answer = json.loads(result.output[result.output.index("{") :])
->>>>>>> 7d51fd48e329691917215af3f67396db7ec7eef9
     assert answer["best"][0]["tokens_per_second_and_device"] > 0
     lora = runner.invoke(
         app,

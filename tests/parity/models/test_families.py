@@ -1,12 +1,7 @@
 """Parity tests of model families: loss, every gradient, the norm, and the weights after two SGD and two AdamW steps.
 
-<<<<<<< HEAD
-Adding a case is one line in `CASES`. Run one with `pytest tests/parity -k "gemma2 and tp2"`, or any model type with
-`hf-megatron check TYPE --layout tp2,tp2+sp,tp4`.
-=======
 To add a case, add a line to `CASES`. Run one with `pytest tests/parity -k "gemma2 and tp2"`, or any model type with
-`hf-megatron check TYPE --layouts tp2,tp2+sp,tp4`.
->>>>>>> 667991e94a3d896cf30e14cc91a3c311380e18ab
+`hf-megatron check TYPE --layout tp2,tp2+sp,tp4`.
 """
 
 import dataclasses

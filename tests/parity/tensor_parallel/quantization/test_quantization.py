@@ -203,7 +203,9 @@ def test_adapters_use_the_compute_dtype(storage):
     settings = BitsAndBytesConfig(
         load_in_4bit=True, bnb_4bit_compute_dtype=torch.bfloat16, bnb_4bit_quant_storage=storage
     )
-    tiny_model = replace(make_wide_tiny_model("llama"), arguments={"quantization_config": settings, "dtype": torch.bfloat16})
+    tiny_model = replace(
+        make_wide_tiny_model("llama"), arguments={"quantization_config": settings, "dtype": torch.bfloat16}
+    )
 
     def create_adapters(layout):
         arguments = {} if layout is None else {"megatron_config": layout}
