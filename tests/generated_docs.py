@@ -96,7 +96,7 @@ PARTS: dict[str, dict[str, Callable[[], str]]] = {
     "README.md": {"status": gpu_status},
     "docs/gpu.md": {"GPU runs": gpu_table, "not run": gpu_gaps},
     "docs/patches.md": {"patches": patches, "instance patches": instance_patches},
-    "docs/surface.md": {"habits": table},
+    "docs/surface.md": {"loop patterns": table},
     "docs/versions.md": {"versions": versions},
 }
 

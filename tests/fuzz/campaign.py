@@ -96,7 +96,7 @@ def one_line(case: dict[str, Any]) -> str:
     """Formats a case in one line."""
     layout = "+".join(f"{name}={value}" for name, value in case["layout"].items())
     words = (case["type"], case["task"], case["dtype"], layout, case["loop"], case["way"])
-    return " ".join((*words, " & ".join(case["habits"])))
+    return " ".join((*words, " & ".join(case["loop_patterns"])))
 
 
 def _report(

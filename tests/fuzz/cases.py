@@ -76,7 +76,7 @@ def simple_case(layout: str, loop_pattern: str, model: str = "llama", **changes:
     """Returns a case with one loop pattern on one layout."""
     case = simplest(model) | {
         "layout": dict(LAYOUTS[layout][0]),
-        "habits": [loop_pattern],
+        "loop_patterns": [loop_pattern],
         "batch": dict(BATCH),
         "way": "from_pretrained",
         "loop": LOOP_PATTERNS[loop_pattern].loop or "plain",
@@ -132,11 +132,11 @@ def draw_case(seed: int, number: int, only: Sequence[str] = (), layouts: Sequenc
         second = chance.choice(possible)
         if second not in loop_patterns and together([*loop_patterns, second], case["layout"]):
             loop_patterns.append(second)
-    case["habits"] = loop_patterns
+    case["loop_patterns"] = loop_patterns
     return case
 
 
 def draws(case: Mapping[str, Any]) -> bool:
     """Returns whether a case is random, so that only its ranks can be compared."""
-    loop_patterns = patterns_of(case["habits"])
+    loop_patterns = patterns_of(case["loop_patterns"])
     return is_random(case["config"]) or any(loop_pattern.random for loop_pattern in loop_patterns)

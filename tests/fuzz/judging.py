@@ -26,7 +26,7 @@ ACCEPTED = ("equal", "refused", "raises alike", "goes on", "unstable")
 
 def _tolerance(case: Mapping[str, Any]) -> tuple[float, float, float, float]:
     """Returns tolerances of logged values, updates and weights, and the floor relative to the largest update."""
-    if case["dtype"] != "float32" or "bfloat16" in case["habits"]:
+    if case["dtype"] != "float32" or "bfloat16" in case["loop_patterns"]:
         return _HALF
     return (_TRAINER if case["loop"] == "trainer" else _LOGGED), _MOVED, _ROUND_OFF, GRADIENT_FLOOR
 
@@ -54,7 +54,7 @@ def judge_case(
         return {"judgment": "equal", "worst": "the ranks agree"}
     if "error" in one:
         trips = any(
-            loop_pattern.trips and one["steps"] >= loop_pattern.acts for loop_pattern in patterns_of(case["habits"])
+            loop_pattern.trips and one["steps"] >= loop_pattern.acts for loop_pattern in patterns_of(case["loop_patterns"])
         )
         return {
             "judgment": "goes on" if trips else "accepted",
@@ -78,7 +78,7 @@ def _judge_failure(
     allowed = {one["kinds"][0]} if one is not None and "error" in one else set()
     # A rank that only reports the loss of other ranks is not informative.
     reporting = [rank for rank in failed if "MegatronError" in rank["kinds"] or rank["kinds"][0] in allowed]
-    acts = max((loop_pattern.acts for loop_pattern in patterns_of(case["habits"])), default=0)
+    acts = max((loop_pattern.acts for loop_pattern in patterns_of(case["loop_patterns"])), default=0)
     first = (reporting or failed)[0]
     worst = first["error"][:300]
     if any("Hang" in rank["kinds"] for rank in ranks):

@@ -47,7 +47,7 @@ def run_cases(
     groups: dict[Any, list[dict[str, Any]]] = {}
     for number, case in enumerate(cases):
         # Accelerator and Trainer keep per-process state.
-        alone = case["loop"] != "plain" or "stock afterwards" in case["habits"]
+        alone = case["loop"] != "plain" or "stock afterwards" in case["loop_patterns"]
         groups.setdefault(number if alone else ranks_of(case["layout"]), []).append(case)
     for group in groups.values():
         for first in range(0, len(group), _TOGETHER):
@@ -98,7 +98,7 @@ class _Run:
         """Saves the random model and its gradient norm."""
         if self.case["way"] == "from_config":
             return
-        loop_patterns = patterns_of(self.case["habits"])
+        loop_patterns = patterns_of(self.case["loop_patterns"])
         try:
             draw_model(self.case, loop_patterns, str(self.place / "start"))
             norm = gradient_norm_of(self.case, loop_patterns, str(self.place / "start"))
@@ -108,12 +108,12 @@ class _Run:
 
     def on_rank(self) -> dict[str, Any]:
         """Trains on this rank."""
-        loop_patterns = patterns_of(self.case["habits"])
+        loop_patterns = patterns_of(self.case["loop_patterns"])
         return run_loop(self.full_case(), loop_patterns, str(self.place / "start"), str(self.place / "ranks"), True)
 
     def in_one_process(self) -> None:
         """Trains in this process."""
-        loop_patterns = patterns_of(self.case["habits"])
+        loop_patterns = patterns_of(self.case["loop_patterns"])
         case, place = self.full_case(), self.place
         result = run_loop(case, loop_patterns, str(place / "start"), str(place / "one"), False)
         (place / "one_process").write_bytes(pickle.dumps(result))
@@ -121,14 +121,14 @@ class _Run:
     def train_nearby(self) -> None:
         """Trains in this process in the next higher precision and from perturbed weights."""
         loop_patterns = [
-            loop_pattern for loop_pattern in patterns_of(self.case["habits"]) if loop_pattern.name != "bfloat16"
+            loop_pattern for loop_pattern in patterns_of(self.case["loop_patterns"]) if loop_pattern.name != "bfloat16"
         ]
         case, place = self.full_case(), self.place
-        was_cast = len(loop_patterns) < len(self.case["habits"])
+        was_cast = len(loop_patterns) < len(self.case["loop_patterns"])
         precise = {} if was_cast else {"dtype": _BETTER[case["dtype"]]}
         disturbed: list[dict[str, Any]] = [{"disturbed": seed} for seed in range(1, _DISTURBED + 1)]
         for number, change in enumerate([precise, *disturbed]):
-            chosen = loop_patterns if number == 0 else patterns_of(self.case["habits"])
+            chosen = loop_patterns if number == 0 else patterns_of(self.case["loop_patterns"])
             result = run_loop(case | change, chosen, str(place / "start"), str(place / f"nearby{number}"), False)
             _write(place / f"nearby_process{number}", result)
 

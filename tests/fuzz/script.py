@@ -89,7 +89,7 @@ def reproduction(case: Mapping[str, Any], result: Mapping[str, Any], norm: float
     text = _BEGIN.format(judgment=result["judgment"], worst=worst, first=first, second=second)
     text += _join_modules(pattern, generators, loop)
     functions: dict[str, str] = {}
-    constructors = [_format_constructor(loop_pattern, functions) for loop_pattern in patterns_of(case["habits"])]
+    constructors = [_format_constructor(loop_pattern, functions) for loop_pattern in patterns_of(case["loop_patterns"])]
     text += "".join("\n\n" + source for source in functions.values())
     text += f"\n\nLOOP_PATTERNS = [{', '.join(constructors)}]\n"
     text += f"NORM = {norm}\nSECOND = {not ranks_first}\nCASE = {pprint.pformat(dict(case), width=110)}\n\n"

@@ -13,11 +13,11 @@ _SIMPLER_BATCH = {**BATCH, "rows": 2, "length": 5, "steps": 1, "mask": "none"}
 
 def simpler(case: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """Yields changes that each simplify one field of the case."""
-    if len(case["habits"]) > 1:
-        for loop_pattern in case["habits"]:
-            yield {"habits": [loop_pattern]}
-    if case["habits"] != ["plain"]:
-        yield {"habits": ["plain"]}
+    if len(case["loop_patterns"]) > 1:
+        for loop_pattern in case["loop_patterns"]:
+            yield {"loop_patterns": [loop_pattern]}
+    if case["loop_patterns"] != ["plain"]:
+        yield {"loop_patterns": ["plain"]}
     if case["type"] != "llama":
         yield simplest("llama")
     base = simplest(case["type"])
@@ -95,7 +95,7 @@ def _is_valid(case: dict[str, Any]) -> bool:
     layout = case["layout"]
     return (
         ranks_of(layout) > 1
-        and all(fits(case, loop_pattern) for loop_pattern in case["habits"])
+        and all(fits(case, loop_pattern) for loop_pattern in case["loop_patterns"])
         and case["batch"]["rows"] >= layout.get("dp_size", 1)
         and ("sequence_parallel" not in layout or "tp_size" in layout)
     )

@@ -27,7 +27,7 @@ def run(layout: str, names: list[str] | None = None, timeout: float = 60.0) -> d
     wanted = list(LOOP_PATTERNS) if names is None else names
     models = {name: "mixtral" if "experts" in LOOP_PATTERNS[name].needs else "llama" for name in wanted}
     cases = [simple_case(layout, name, model) for name, model in models.items()]
-    return {case["habits"][0]: result for case, result in run_cases(cases, timeout)}
+    return {case["loop_patterns"][0]: result for case, result in run_cases(cases, timeout)}
 
 
 def recorded() -> dict[str, dict[str, list[str]]]:
