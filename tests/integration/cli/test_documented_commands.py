@@ -111,7 +111,7 @@ def test_page_commands_run(commands, places, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for command in commands:
         words = [SUBSTITUTIONS.get(word, word).format(**places) for word in shlex.split(command)[1:]]
-        # A command that is mentioned without arguments.
+        # A command mentioned with no arguments.
         words += ["--help"] * (len(words) == 1 or words[1:2] == ["--to"])
         result = CliRunner().invoke(app, words)
         assert result.exit_code == 0, (command, result.output, result.exception)
