@@ -1,4 +1,4 @@
-"""`torch.utils.checkpoint` that a user puts inside of a layer: what is computed again draws the same numbers."""
+"""Tests of user-placed `torch.utils.checkpoint` inside a layer: the recomputation draws the same random numbers."""
 
 import functools
 
@@ -14,7 +14,7 @@ from hf_megatron.core.fork_harness import run_ranks
 from tests.helpers.dp_training import layout
 from tests.helpers.training import batch
 
-dropped = functools.partial(torch.nn.functional.dropout, p=0.5)
+dropout = functools.partial(torch.nn.functional.dropout, p=0.5)
 
 
 def block(layer, hidden):
@@ -22,59 +22,59 @@ def block(layer, hidden):
 
 
 def several_blocks(layer, hidden):
-    return dropped(layer.mlp(layer.post_attention_layernorm(dropped(hidden))))
+    return dropout(layer.mlp(layer.post_attention_layernorm(dropout(hidden))))
 
 
-def forward_of(layer, part, again):
+def make_forward(layer, part, again):
     @shard_safe
     def forward(hidden_states, use_cache=None, **kwargs):
         attended, _ = layer.self_attn(hidden_states=layer.input_layernorm(hidden_states), **kwargs)
-        # Draws before, too: a part does not begin at the beginning of a stream.
-        hidden = hidden_states + dropped(attended)
+        # Dropout before the checkpointed block, so that the block does not start at the beginning of an RNG stream.
+        hidden = hidden_states + dropout(attended)
         return hidden + again(functools.partial(part, layer), hidden)
 
     return forward
 
 
-def train(path, text, part, reentrant):
-    """Gradients of the same random numbers without and with a checkpoint, those of two forwards at a time."""
+def compare_gradients(path, text, part, reentrant):
+    """Compares losses, RNG state and gradients with and without checkpointing, for two forwards in flight."""
     model = AutoModelForCausalLM.from_pretrained(path, megatron_config=layout(text)).train()
     for layer in model.model.layers:
         plain = type(layer.mlp).forward
-        layer.mlp.forward = shard_safe(lambda x, mlp=layer.mlp, plain=plain: dropped(plain(mlp, dropped(x))))
-    found = []
+        layer.mlp.forward = shard_safe(lambda x, mlp=layer.mlp, plain=plain: dropout(plain(mlp, dropout(x))))
+    runs = []
     for again in (lambda function, x: function(x), functools.partial(checkpoint, use_reentrant=reentrant)):
         for layer in model.model.layers:
-            layer.forward = forward_of(layer, part, again)
+            layer.forward = make_forward(layer, part, again)
         model.zero_grad()
         torch.manual_seed(5)
         losses = [model(**batch(seed)).loss for seed in range(2)]
         for loss in losses:
             loss.backward()
         gradients = [local_tensor(p.grad).clone() for p in model.parameters() if p.grad is not None]
-        found.append([*(loss.detach() for loss in losses), torch.rand(1), *gradients])
-    return all(map(torch.equal, *found))
+        runs.append([*(loss.detach() for loss in losses), torch.rand(1), *gradients])
+    return all(map(torch.equal, *runs))
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("part", [block, several_blocks])
 @pytest.mark.parametrize("text", ["tp2", "tp2+sp"])
-def test_the_same_gradients_with_and_without(tiny, text, part, reentrant):
-    assert run_ranks(train, 2, tiny, text, part, reentrant) == [True, True]
+def test_checkpointing_keeps_gradients(tiny, text, part, reentrant):
+    assert run_ranks(compare_gradients, 2, tiny, text, part, reentrant) == [True, True]
 
 
-def too_late(path):
+def train_with_short_rng_history(path):
     rng._KNOWN = 4
-    train(path, "tp2+sp", block, False)
+    compare_gradients(path, "tp2+sp", block, False)
 
 
-def test_a_stream_of_long_ago_is_refused(tiny):
+def test_expired_rng_state_is_rejected(tiny):
     with pytest.raises(RankError, match="random state that is no longer stored"):
-        run_ranks(too_late, 2, tiny)
+        run_ranks(train_with_short_rng_history, 2, tiny)
 
 
-def go_on(path):
-    """A forward that fails inside a layer leaves the stream of a rank behind."""
+def train_after_failed_forward(path):
+    """Trains after a forward that raises inside a layer, before the rank-local RNG stream is reset."""
     model = AutoModelForCausalLM.from_pretrained(path, megatron_config=layout("tp2+sp")).train()
     torch.manual_seed(3)
     forward = model.model.layers[0].self_attn.o_proj.forward
@@ -93,6 +93,6 @@ def go_on(path):
     return torch.rand(1)
 
 
-def test_training_goes_on_after_a_forward_that_failed(tiny):
-    one, two = run_ranks(go_on, 2, tiny)
+def test_training_resumes_after_failed_forward(tiny):
+    one, two = run_ranks(train_after_failed_forward, 2, tiny)
     assert one == two

@@ -1,4 +1,4 @@
-"""`hf-megatron`: exit codes and output, of the command itself and in this process."""
+"""Tests of `hf-megatron`: exit codes and output, as a subprocess and in this process."""
 
 import json
 import os
@@ -18,7 +18,7 @@ def run(*arguments):
     return CliRunner().invoke(app, list(arguments))
 
 
-def test_check_equal_and_recorded(stories, tmp_path):
+def test_check_passes_and_records_results(stories, tmp_path):
     file = tmp_path / "results.json"
     command = ["hf-megatron", "check", str(stories), "--layout", "tp2,tp2+sp", "--record", str(file)]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -30,23 +30,23 @@ def test_check_equal_and_recorded(stories, tmp_path):
     assert rows[0]["model_type"] == "llama" and "lm_head.weight is tied to model.embed_tokens.weight" in lines
 
 
-def test_check_mismatch_names_the_worst_tensor(monkeypatch):
-    """A plan that splits what must stay whole: the model still runs, the gradient is wrong."""
+def test_check_mismatch_reports_worst_tensor(monkeypatch):
+    """Seeds a plan without the q_norm and k_norm entries: the model still runs, but their gradients are wrong."""
 
-    def broken(model):
+    def drop_qk_norms_from_plan(model):
         spec = derive_spec(model)
         plan = {name: style for name, style in spec.tp.plan.items() if not name.endswith(("q_norm", "k_norm"))}
         return spec.updated(plan=plan)
 
-    monkeypatch.setitem(REGISTRY, "qwen3", broken)
+    monkeypatch.setitem(REGISTRY, "qwen3", drop_qk_norms_from_plan)
     result = run("check", "qwen3", "--layout", "tp2")
     assert result.exit_code == 1, result.output
     assert "DIFFERS" in result.stdout and "_norm.weight" in result.stdout
 
 
 @pytest.mark.parametrize(("words", "is_said"), [(("xlnet", "--set", '{"d_inner": 90}'), True), (("llama",), False)])
-def test_a_small_share_that_is_split_is_printed(words, is_said):
-    """A plan of the head alone saves next to nothing, and would be called equal without a word."""
+def test_check_prints_low_sharded_fraction(words, is_said):
+    """A plan that shards only the head saves almost no memory, and would otherwise pass without a hint."""
     result = run("check", *words, "--layout", "tp2")
     assert result.exit_code == 0, result.output
     assert ("% of its layers' parameters split" in result.stdout) is is_said
@@ -60,7 +60,7 @@ def test_a_small_share_that_is_split_is_printed(words, is_said):
         (("phimoe", "--set", '{"input_jitter_noise": 0.3}', "--layout", "tp2,tp2+sp"), 0, "2 of 2 cases"),
         (("minimax_m2", "--set", '{"router_jitter_noise": 0.3}', "--layout", "tp2,tp2+sp"), 0, "2 of 2 cases"),
         (("mixtral", "--layout", "dp4+ep2"), 0, "equal"),
-        # The head's bias is tied to another one, which is used no more.
+        # The head's bias is tied to a second bias, which is no longer used.
         (
             ("roberta", "--set", '{"tie_word_embeddings": false}', "--layout", "pp2"),
             1,
@@ -73,7 +73,7 @@ def test_a_small_share_that_is_split_is_printed(words, is_said):
         (("hrm_text", "--layout", "pp2"), 1, "refused  UnsupportedError"),
     ],
 )
-def test_tiny_models_have_what_they_are_checked_for(words, code, said):
+def test_tiny_models_support_checked_features(words, code, said):
     result = run("check", *words)
     assert result.exit_code == code and said in result.stdout, result.output
 
@@ -96,11 +96,11 @@ def test_plan_needs_no_weights():
     assert "sum over tp" in rows["model.layers.0.input_layernorm.weight"]
 
 
-def test_plans_of_many_ranks_need_no_process(monkeypatch):
-    def refuse():
+def test_plan_with_many_ranks_forks_no_process(monkeypatch):
+    def fail_on_fork():
         raise AssertionError("a process was forked")
 
-    monkeypatch.setattr(os, "fork", refuse)
+    monkeypatch.setattr(os, "fork", fail_on_fork)
     result = run("show", "llama", "--layout", "tp8+pp16")
     assert result.exit_code == 0, result.output
     assert "stage" in result.stdout
@@ -116,15 +116,15 @@ def test_help_imports_nothing_heavy():
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-def test_help_names_every_format():
+def test_help_lists_every_format():
     from hf_megatron.conversion.formats import FORMATS
 
     text = run("convert", "--help").output
     assert all(format.name in text and format.alias in text for format in FORMATS.values())
 
 
-def test_what_cannot_be_written_or_drawn_is_said_first(tmp_path):
-    for words, said in (
+def test_invalid_paths_and_values_are_usage_errors(tmp_path):
+    for words, message in (
         (("check", "llama", "--record", str(tmp_path / "no" / "verified.json")), "is not a folder"),
         (("check", "llama", "--device", "tpu"), "expected cpu or cuda"),
         (("check", "llama", "--timeout", "0"), "--timeout"),
@@ -134,7 +134,7 @@ def test_what_cannot_be_written_or_drawn_is_said_first(tmp_path):
         (("pull", "a/b", str(tmp_path / "out"), "--config", str(tmp_path / "no.yaml")), "no.yaml: cannot be read"),
     ):
         result = run(*words)
-        assert result.exit_code == 2 and said in result.output, (words, result.output)
+        assert result.exit_code == 2 and message in result.output, (words, result.output)
 
 
 @pytest.mark.parametrize(
@@ -146,25 +146,25 @@ def test_what_cannot_be_written_or_drawn_is_said_first(tmp_path):
         ({"vocab_size": 2, "pad_token_id": 7}, "the model cannot be built from its config: AssertionError"),
     ],
 )
-def test_plan_says_in_a_line_what_is_wrong_with_a_config(stories, tmp_path, changes, said):
+def test_plan_reports_invalid_config_in_one_line(stories, tmp_path, changes, said):
     config = json.loads((stories / "config.json").read_text("utf-8"))
     (tmp_path / "config.json").write_text(json.dumps(config | changes), "utf-8")
     result = run("show", str(tmp_path))
     assert result.exit_code == 2 and said in result.output and len(result.output.splitlines()) == 1
 
 
-def test_plan_knows_heads_and_folders():
+def test_plan_resolves_t5_and_rejects_missing_folder():
     assert "decoder.final_layer_norm" in run("show", "t5", "--layout", "tp2").output
     result = run("show", "./nothing/here")
     assert result.exit_code == 2 and "the folder does not exist" in result.output
 
 
-def test_check_knows_how_many_heads_its_tiny_models_have():
+def test_check_rejects_tp_above_tiny_model_heads():
     result = run("check", "llama", "--layout", "tp8")
     assert result.exit_code == 2 and "tp_size = 8: tiny models have 4 attention heads" in result.output
 
 
-def test_a_check_on_gpus_needs_one(monkeypatch):
+def test_check_on_cuda_requires_gpu(monkeypatch):
     words = "check", "llama", "--layout", "tp2", "--device", "cuda"
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     assert "no GPU" in run(*words).output

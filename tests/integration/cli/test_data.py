@@ -1,4 +1,4 @@
-"""`hf-megatron data`: pairs that Megatron wrote, looked at, checked, put together and ordered."""
+"""Tests of `hf-megatron data`: info, verify, merge, samples and build on Megatron's indexed datasets."""
 
 import shutil
 from pathlib import Path
@@ -17,12 +17,12 @@ def _run(*words):
     return result.exit_code, result.output
 
 
-def test_what_a_pair_holds():
+def test_info_reports_dataset_size():
     code, text = _run("info", INPUTS)
     assert code == 0 and "100 sequences in 100 documents, 5,945 tokens of int32, 59.5 a sequence" in text
 
 
-def test_verified(tmp_path):
+def test_verify_detects_invalid_datasets(tmp_path):
     code, text = _run("verify", TARGETS, "--vocab-size", 300_000)
     assert code == 0 and "empty sequences 0" in text
     code, text = _run("verify", TARGETS, "--vocab-size", 10)
@@ -33,7 +33,7 @@ def test_verified(tmp_path):
     assert code == 1 and "truncated or from another pair" in text
 
 
-def test_merged(tmp_path):
+def test_merge_concatenates_datasets(tmp_path):
     code, text = _run("merge", tmp_path / "both", INPUTS, TARGETS)
     assert code == 0 and "200 sequences of 2 pairs" in text
     code, text = _run("merge", tmp_path / "both", INPUTS)
@@ -42,15 +42,12 @@ def test_merged(tmp_path):
     assert "100 sequences" in _run("info", tmp_path / "both")[1]
 
 
-def test_order():
+def test_samples_prints_seeded_order():
     code, text = _run("samples", INPUTS, "--seq-length", 32, "--split", "90,10,0", "--limit", 3)
     assert code == 0 and "samples of 32 tokens in 1 epoch" in text and len(text.strip().splitlines()) == 4
     assert "epochs" in _run("samples", INPUTS, "--seq-length", 32, "--samples", 1000)[1]
-    # The order of the dataset's own documents.
-    assert (
-        _run("samples", INPUTS, "--seq-length", 32, "--seed", 1)[1]
-        != _run("samples", INPUTS, "--seq-length", 32, "--seed", 2)[1]
-    )
+    # The seed determines the document order.
+    assert _run("samples", INPUTS, "--seq-length", 32, "--seed", 1)[1] != _run("samples", INPUTS, "--seq-length", 32, "--seed", 2)[1]
 
 
 @pytest.mark.parametrize(
@@ -63,17 +60,17 @@ def test_order():
         (["info", "nowhere"], "nowhere.idx: no such file"),
     ],
 )
-def test_what_cannot_be_shown(words, message):
+def test_invalid_arguments_are_usage_errors(words, message):
     code, text = _run(*words)
     assert code == 2 and message in text
 
 
-def test_built(tmp_path, stories):
+def test_build_tokenizes_documents(tmp_path, stories):
     (tmp_path / "texts.jsonl").write_text('{"text": "Once upon a time"}\n{"text": ""}\n{"text": "a dog"}\n')
     words = "build", tmp_path / "pair", tmp_path / "texts.jsonl", "--tokenizer", stories, "--append-eod"
     code, text = _run(*words)
     assert code == 0 and "3 documents" in text
-    # The tokenizer begins every text with a token, as Megatron-LM has it by default.
+    # The tokenizer prepends a special token to every text, which Megatron-LM keeps by default.
     assert "3 sequences in 3 documents" in _run("info", tmp_path / "pair")[1]
     plain = tmp_path / "plain"
     assert _run("build", plain, *words[2:], "--no-special-tokens")[0] == 0

@@ -1,4 +1,4 @@
-"""Every command that README and docs show is run by a test: those of `hf-megatron` here, the others where it says."""
+"""Tests of the commands in README and docs: `hf-megatron` commands run here, others in the files of `OTHER_TESTS`."""
 
 import json
 import re
@@ -20,8 +20,8 @@ from tests.readme_command import readme_command
 _LAUNCH = "tests/integration/integrations/accelerate/test_launch.py"
 _LAUNCHED_SCRIPT = "tests/integration/integrations/accelerate/test_launched_script.py"
 
-# What stands in the documents -> what it is here.
-HERE = {
+# Documented argument -> test argument.
+SUBSTITUTIONS = {
     "meta-llama/Llama-3.1-8B": "{model}",
     "/runs/megatron-lm/checkpoints": "{megatron}",
     "megatron_lm_345m": "{before_core}",
@@ -33,17 +33,17 @@ HERE = {
     "meta-llama/Llama-3.1-70B": "{model}",
     "SRC": "{model}",
     "TYPE": "llama",
-    # It has the fewest variants.
+    # GPT-2 has the fewest variants.
     "gemma2": "gpt2",
     "DST": "converted",
     "OUT": "merged",
     "DIR": "timeline",
-    # The sizes of a model for tests.
+    # A parallel size that tiny models support.
     "8": "4",
-    # Every type there is takes a quarter of an hour.
+    # Checking every model type takes 15 minutes.
     "all": "gpt2",
 }
-ELSEWHERE = {
+OTHER_TESTS = {
     r"hf-megatron data .*": "tests/integration/cli/test_data.py",
     r"hf-megatron debug compare .*": "tests/integration/diagnostics/test_divergence.py",
     r"hf-megatron debug trace .*": "tests/integration/diagnostics/test_step_trace.py",
@@ -57,8 +57,8 @@ ELSEWHERE = {
     r"trl grpo --config recipe\.yaml": _LAUNCH,
     r"(torchrun|python) .*examples/pretrain\.py.*": _LAUNCH,
     r"accelerate launch( --cpu --num_processes 2)?": _LAUNCH,
-    # The page of ten models.
-    r"hf-megatron plan \S+ --num-gpus 64 --gpu h100 .*256": "tests/integration/test_benchmarks.py",
+    # Command of the page with ten models.
+    r"hf-megatron plan \S+ --gpus 64 --gpu h100 --seq 8192 --global-batch 256": "tests/integration/test_benchmarks.py",
     r"hf-megatron dry-run meta-llama.*": "tests/integration/planner/test_rank_predictions.py",
     r"hf-megatron convert (llava-hf|llava-core).*": "tests/integration/conversion/test_multimodal.py",
     r"hf-megatron convert-adapter .*": "tests/integration/conversion/adapters/test_convert.py",
@@ -89,40 +89,40 @@ def places(stories, tmp_path_factory):
     model = tiny_model("gpt2")
     model.save_pretrained(folder / "gpt2")
     write_checkpoint(folder / "before_core", gpt2_parts(model), "2020", 0)
-    made = {name: str(folder / name) for name in ("checkpoint", "megatron", "before_core", "gpt2")}
-    return {"model": str(stories), **made}
+    folders = {name: str(folder / name) for name in ("checkpoint", "megatron", "before_core", "gpt2")}
+    return {"model": str(stories), **folders}
 
 
-def needs_other_machine(command):
-    return next((place for pattern, place in ELSEWHERE.items() if re.fullmatch(pattern, command)), None)
+def find_other_test(command):
+    return next((place for pattern, place in OTHER_TESTS.items() if re.fullmatch(pattern, command)), None)
 
 
-def sequences():
-    """The commands of each page, which follow one another."""
+def list_page_commands():
+    """Returns the commands of each page, which run in order."""
     pages = {}
     for page, command in documented_commands("hf-megatron "):
-        if not needs_other_machine(command):
+        if not find_other_test(command):
             pages.setdefault(page, []).append(command)
     return [pytest.param(commands, id=page) for page, commands in pages.items()]
 
 
-@pytest.mark.parametrize("commands", sequences())
-def test_commands_of_a_page_run(commands, places, tmp_path, monkeypatch):
+@pytest.mark.parametrize("commands", list_page_commands())
+def test_page_commands_run(commands, places, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for command in commands:
-        words = [HERE.get(word, word).format(**places) for word in shlex.split(command)[1:]]
-        # A mention without arguments.
+        words = [SUBSTITUTIONS.get(word, word).format(**places) for word in shlex.split(command)[1:]]
+        # A command mentioned with no arguments.
         words += ["--help"] * (len(words) == 1 or words[1:2] == ["--to"])
         result = CliRunner().invoke(app, words)
         assert result.exit_code == 0, (command, result.output, result.exception)
 
 
-def test_the_others_run_elsewhere():
-    for place in ELSEWHERE.values():
+def test_remaining_commands_have_tests():
+    for place in OTHER_TESTS.values():
         assert (ROOT / place).exists()
     install = [part for name in ("run", "test", "test everything") for part in readme_command(name).split(" && ")]
-    here = [command for _, command in documented_commands("hf-megatron ")]
-    all_of_them = [
+    cli_commands = [command for _, command in documented_commands("hf-megatron ")]
+    launch_commands = [
         command
         for start in ("accelerate ", "torchrun ", "python", "pip ", "ruff ")
         for _, command in documented_commands(start)
@@ -130,12 +130,10 @@ def test_the_others_run_elsewhere():
     run_below = {" ".join(command.split()[:3]) for command in HELPERS}
     unknown = [
         command
-        for command in all_of_them
-        if command not in install
-        and not needs_other_machine(command)
-        and " ".join(command.split()[:3]) not in run_below
+        for command in launch_commands
+        if command not in install and not find_other_test(command) and " ".join(command.split()[:3]) not in run_below
     ]
-    assert here and unknown == []
+    assert cli_commands and unknown == []
 
 
 HELPERS = (
@@ -146,7 +144,7 @@ HELPERS = (
 
 
 @pytest.mark.parametrize("command", HELPERS)
-def test_helpers_of_the_documents_run(command, tmp_path):
+def test_documented_helpers_run(command, tmp_path):
     (tmp_path / "costs.json").write_text(json.dumps({"test.py::test": {"call": [1.0, 1.0, 0.0]}}))
     shutil.copy(ROOT / "docs" / "supported_models.md", tmp_path / "docs.md")
     words = [sys.executable, *command.split()[1:]]

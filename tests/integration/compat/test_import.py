@@ -1,4 +1,4 @@
-"""What `import hf_megatron` does and does not do, in fresh interpreters."""
+"""Tests of `import hf_megatron` in fresh interpreters."""
 
 import subprocess
 import sys
@@ -6,7 +6,7 @@ import sys
 import pytest
 
 
-def python(code):
+def run_python(code):
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr[-2000:]
     return result.stdout
@@ -15,8 +15,8 @@ def python(code):
 @pytest.mark.parametrize(
     "order", ["hf_megatron, transformers", "transformers, hf_megatron", "transformers.trainer, hf_megatron"]
 )
-def test_either_order_patches(order):
-    python(
+def test_patches_apply_in_any_import_order(order):
+    run_python(
         f"""
 import {order}
 from transformers import PreTrainedModel, Trainer
@@ -29,8 +29,8 @@ assert PreTrainedModel.from_pretrained.__func__.__code__.co_filename.endswith("p
     )
 
 
-def test_imports_no_optional_package_and_no_torch():
-    python(
+def test_import_loads_no_torch_or_optional_packages():
+    run_python(
         """
 import sys, hf_megatron
 assert not {"torch", "transformers", "peft", "trl", "datasets", "megatron"} & set(sys.modules)
@@ -39,8 +39,8 @@ assert hf_megatron.MegatronConfig(tp_size=2).tp_size == 2
     )
 
 
-def test_disable_restores_the_identical_objects_and_twice_is_once():
-    python(
+def test_disable_restores_originals_and_is_idempotent():
+    run_python(
         """
 import transformers.trainer, accelerate.accelerator, transformers.generation.utils, torch.nn.parallel.distributed
 from transformers.modeling_utils import PreTrainedModel
@@ -63,7 +63,7 @@ assert vars(PreTrainedModel)["from_pretrained"] is not before[0]["from_pretraine
 
 
 def test_every_patch_target_exists():
-    python(
+    run_python(
         """
 import importlib, hf_megatron
 from hf_megatron.compat.patch_registry import PATCH_REGISTRY
@@ -76,8 +76,8 @@ for target in list(PATCH_REGISTRY.targets.values()):
     )
 
 
-def test_a_target_that_is_missing_is_refused_by_name():
-    python(
+def test_missing_patch_target_is_rejected():
+    run_python(
         """
 import transformers.trainer, pytest
 from hf_megatron import MegatronError
@@ -89,13 +89,13 @@ with pytest.raises(MegatronError, match=f"{target} does not exist in the install
     )
 
 
-def test_a_version_outside_of_what_was_checked_warns_once(stories, tmp_path):
-    # What pip would say of another version, in front of what it says of the installed one.
+def test_untested_version_warns_once(stories, tmp_path):
+    # Metadata of another version, which precedes the installed version on `sys.path`.
     for name in ("transformers", "peft"):
         folder = tmp_path / f"{name}-99.1.dist-info"
         folder.mkdir()
         (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 99.1\n")
-    python(
+    run_python(
         f"""
 import sys, warnings
 from transformers import LlamaForCausalLM
@@ -116,8 +116,8 @@ assert all(f"{{name}} {{first}} to {{last}}" in texts[0] for name, (first, last)
     )
 
 
-def test_models_without_the_argument_are_untouched(stories):
-    python(
+def test_models_without_megatron_config_are_untouched(stories):
+    run_python(
         f"""
 import hf_megatron, torch
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
@@ -130,8 +130,8 @@ assert type(one.lm_head) is torch.nn.Linear and not torch.distributed.is_initial
     )
 
 
-def test_more_ranks_than_the_job_has_raises_before_anything_is_read():
-    python(
+def test_too_many_ranks_raise_before_loading():
+    run_python(
         """
 import hf_megatron, pytest
 from transformers import AutoModelForCausalLM
@@ -141,9 +141,9 @@ with pytest.raises(hf_megatron.ConfigError, match="torchrun --nproc_per_node 2")
     )
 
 
-def test_time_of_import_on_top_of_transformers():
-    """Counted in modules, not seconds: nothing outside the library and what transformers loads anyway."""
-    python(
+def test_import_adds_few_modules_to_transformers():
+    """Import cost in modules, not seconds: only this library and modules that transformers loads anyway."""
+    run_python(
         """
 import sys, transformers.modeling_utils, accelerate
 before = set(sys.modules)
@@ -154,7 +154,7 @@ assert new <= {"hf_megatron", "torch", "huggingface_hub", "yaml", "transformers"
     )
 
 
-# Every library with patches, imported before hf_megatron, and a list of what a process has patched.
+# Imports every patched library and defines helpers that list the patched targets of a process.
 _PATCHED = """
 import os
 os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"
@@ -180,8 +180,8 @@ def patched():
 """
 
 
-def test_the_import_patches_entry_points_alone_and_the_first_model_everything():
-    python(
+def test_import_patches_entry_points_and_first_model_the_rest():
+    run_python(
         _PATCHED
         + """
 hf_megatron.disable()
@@ -211,9 +211,9 @@ assert declared <= patched() | {target for target in declared if is_for_other_ve
     )
 
 
-def test_a_stock_model_beside_the_import_runs_upstreams_code_alone(tmp_path):
-    """Every function that Trainer calls in training and evaluation, and `generate`, is looked at."""
-    python(
+def test_stock_model_runs_only_upstream_code(tmp_path):
+    """Profiles every function called by Trainer's training and evaluation and by `generate`."""
+    run_python(
         f"""
 import sys, torch, hf_megatron
 from datasets import Dataset
@@ -248,8 +248,8 @@ assert not hf_megatron.compat.patch_registry.PATCH_REGISTRY.is_active
     )
 
 
-def test_a_trainer_that_loads_the_first_model_in_its_constructor_says_what_to_do(stories, tmp_path):
-    python(
+def test_model_init_before_first_model_is_rejected(stories, tmp_path):
+    run_python(
         f"""
 import hf_megatron, pytest
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
@@ -265,8 +265,8 @@ Trainer(model=make(), args=args)
     )
 
 
-def test_model_init_kwargs_of_trls_arguments_apply_all_patches(tmp_path):
-    python(
+def test_trl_model_init_kwargs_apply_all_patches(tmp_path):
+    run_python(
         f"""
 import hf_megatron
 from trl import SFTConfig, SFTTrainer
@@ -280,8 +280,8 @@ assert PATCH_REGISTRY.is_active and SFTTrainer.__init__.__qualname__ == "SFTTrai
     )
 
 
-def test_patches_of_one_target_form_a_chain_whose_features_a_stack_trace_names():
-    python(
+def test_chained_patches_show_features_in_stack_traces():
+    run_python(
         """
 import traceback, transformers.trainer
 from transformers import Trainer
@@ -304,8 +304,8 @@ assert "training_step[trainer.ramp_up]" in frames, frames
     )
 
 
-def test_functions_that_scripts_import_by_name_are_replaced_under_every_name():
-    python(
+def test_functions_are_replaced_under_every_name():
+    run_python(
         """
 import hf_megatron
 from peft import get_peft_model_state_dict
@@ -326,11 +326,11 @@ assert replaced.__wrapped__ is get_peft_model_state_dict.__wrapped__ and replace
     )
 
 
-def test_a_patch_of_ones_own_joins_a_chain_and_is_restored(tmp_path):
+def test_user_patch_joins_chain_and_is_restored(tmp_path):
     (tmp_path / "own_patch.py").write_text(
         "calls = []\n\ndef log(original, self, logs):\n    calls.append(logs)\n\ndef never(self):\n    return False\n"
     )
-    python(
+    run_python(
         f"""
 import sys
 sys.path.insert(0, {str(tmp_path)!r})
@@ -355,8 +355,8 @@ assert Trainer.log is stock
     )
 
 
-def test_a_module_that_is_being_imported_is_patched_afterwards():
-    """As where TRL's own script imports TRL, which imports torch, which imports this library."""
+def test_partially_imported_module_is_patched_later():
+    """Covers TRL's own script, which imports TRL, which imports torch, which imports this library."""
     program = """
 import importlib.abc, sys
 

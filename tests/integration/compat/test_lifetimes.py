@@ -1,4 +1,4 @@
-"""Nothing outlives its model: descriptors, threads, hooks and memory after many models in one process."""
+"""Tests of lifetimes: file descriptors, threads, hooks and memory after many models in one process."""
 
 import ctypes
 import gc
@@ -33,7 +33,7 @@ LAYOUTS = (
 MODELS, SETTLED = 15, 5
 
 
-def batch():
+def make_batch():
     ids = torch.arange(24).view(4, 6)
     return {"input_ids": ids, "labels": ids}
 
@@ -41,20 +41,20 @@ def batch():
 def train(path, config):
     model = AutoModelForCausalLM.from_pretrained(path, megatron_config=config)
     optimizer = prepare_optimizer(torch.optim.AdamW(model.parameters(), lr=1e-3))
-    model.train()(**batch()).loss.backward()
+    model.train()(**make_batch()).loss.backward()
     optimizer.step()
     optimizer.zero_grad()
     return weakref.ref(model)
 
 
 def resident():
-    # Freed memory is given back, so that only what is in use counts.
+    # Returns freed memory to the system, so that only memory in use is counted.
     ctypes.CDLL(None).malloc_trim(0)
     return psutil.Process().memory_info().rss
 
 
-def live_bytes():
-    """Of all tensors that Python knows, each storage once."""
+def count_live_bytes():
+    """Returns the bytes of all live tensors, counting each storage once."""
     storages = {}
     for item in gc.get_objects():
         if type(item) in (torch.Tensor, torch.nn.Parameter):
@@ -63,53 +63,53 @@ def live_bytes():
     return sum(storages.values())
 
 
-def counts():
+def measure_usage():
     gc.collect()
     return {
         "descriptors": len(os.listdir("/proc/self/fd")),
         "threads": psutil.Process().num_threads(),
         "Python's threads": threading.active_count(),
         "step hooks": len(torch_optimizer._global_optimizer_pre_hooks),
-        "tensor bytes": live_bytes(),
+        "tensor bytes": count_live_bytes(),
         "models": len(RUNTIME.models),
         "patched instances": len(PATCH_REGISTRY.instances),
     }
 
 
-def test_models_leave_nothing(stories):
+def test_dropped_models_leak_nothing(stories):
     def on_rank():
-        found = []
+        usages = []
         for number in range(MODELS):
             model = train(stories, LAYOUTS[number % len(LAYOUTS)])
-            found.append(counts() | {"resident": resident()})
+            usages.append(measure_usage() | {"resident": resident()})
             assert model() is None, f"model {number} is still there"
-        return found
+        return usages
 
-    for found in run_ranks(on_rank, 2, timeout=600):
-        settled, last = found[SETTLED - 1], found[-1]
+    for usages in run_ranks(on_rank, 2, timeout=600):
+        settled, last = usages[SETTLED - 1], usages[-1]
         growth = (last.pop("resident") - settled.pop("resident")) / 2**20
-        # Less is no leak: a file that was read is closed when its last tensor goes.
+        # A decrease is no leak: a memory-mapped file is closed with its last tensor.
         assert all(last[name] <= count for name, count in settled.items()), (settled, last)
         assert growth < 20, f"{growth:.1f} MiB more resident memory"
 
 
-def test_models_of_one_layout_share_their_groups(stories):
+def test_models_with_equal_layouts_share_groups(stories):
     def on_rank():
         load = AutoModelForCausalLM.from_pretrained
         first, second = (load(stories, megatron_config=MegatronConfig(tp_size=2)) for _ in range(2))
         assert parallel_state(first).mesh is parallel_state(second).mesh
-        expected = first(**batch()).loss.item()
+        expected = first(**make_batch()).loss.item()
         del first
         gc.collect()
-        assert second(**batch()).loss.item() == expected
+        assert second(**make_batch()).loss.item() == expected
         name, weight = next(iter(second.named_parameters()))
-        # The cached answer of DTensor's propagation may come from the first model's mesh.
+        # DTensor's sharding propagation may return a cached result on the first model's mesh.
         assert weight.detach().clone().full_tensor().shape == weight.shape, name
 
     run_ranks(on_rank, 2)
 
 
-def test_a_stock_accelerator_after_a_dropped_model_is_stock(stories):
+def test_accelerator_after_dropped_model_is_stock(stories):
     def on_rank():
         model = AutoModelForCausalLM.from_pretrained(stories, megatron_config=MegatronConfig(tp_size=2))
         before = dict(os.environ)
@@ -124,7 +124,7 @@ def test_a_stock_accelerator_after_a_dropped_model_is_stock(stories):
     run_ranks(on_rank, 2)
 
 
-def test_the_last_of_two_layouts_that_still_exists_counts(stories):
+def test_accelerator_uses_latest_live_layout(stories):
     def on_rank():
         load = AutoModelForCausalLM.from_pretrained
         first = load(stories, megatron_config=MegatronConfig(tp_size=2))
@@ -139,12 +139,12 @@ def test_the_last_of_two_layouts_that_still_exists_counts(stories):
 
 
 @pytest.mark.parametrize("layout", [LAYOUTS[0], LAYOUTS[2], LAYOUTS[4]], ids=lambda layout: layout.layout())
-def test_disable_puts_back_what_was_replaced_on_a_model(stories, layout):
+def test_disable_restores_model_attributes(stories, layout):
     def on_rank():
         stock = AutoModelForCausalLM.from_pretrained(stories)
         model = AutoModelForCausalLM.from_pretrained(stories, megatron_config=layout).train()
         patched = {name: vars(model).get(name) for name in INSTANCE_PATCHES}
-        expected = model(**batch()).loss.item()
+        expected = model(**make_batch()).loss.item()
         model.zero_grad()
         hooks = len(torch_optimizer._global_optimizer_pre_hooks)
         hf_megatron.disable()
@@ -154,22 +154,22 @@ def test_disable_puts_back_what_was_replaced_on_a_model(stories, layout):
             assert same, name
         assert model.loss_function is stock.loss_function
         with pytest.raises(ConfigError, match=r"hf_megatron.enable\(\) first"):
-            model(**batch())
+            model(**make_batch())
         hf_megatron.enable()
         assert {name: vars(model).get(name) for name in INSTANCE_PATCHES} == patched
-        assert model(**batch()).loss.item() == expected
+        assert model(**make_batch()).loss.item() == expected
 
     run_ranks(on_rank, 2)
 
 
-def test_a_pipelines_batch_is_gone_with_its_outputs(stories):
+def test_pipeline_batch_is_freed_with_its_outputs(stories):
     def on_rank():
         model = AutoModelForCausalLM.from_pretrained(stories, megatron_config=MegatronConfig(pp_size=2))
-        made, original = [], Execution.__init__
+        executions, original = [], Execution.__init__
 
         def init(self, *args, **kwargs):
             original(self, *args, **kwargs)
-            made.append(weakref.ref(self))
+            executions.append(weakref.ref(self))
 
         Execution.__init__ = init
         gc.collect()
@@ -178,13 +178,13 @@ def test_a_pipelines_batch_is_gone_with_its_outputs(stories):
             model.train(training)
             for _ in range(3):
                 with torch.set_grad_enabled(training):
-                    output = model(**batch())
+                    output = model(**make_batch())
                 if training:
                     output.loss.backward()
                 model.zero_grad()
-            logits = model(input_ids=batch()["input_ids"]).logits
+            logits = model(input_ids=make_batch()["input_ids"]).logits
             logits.sum().backward()
             del output, logits
-        return len(made), sum(reference() is not None for reference in made)
+        return len(executions), sum(reference() is not None for reference in executions)
 
     assert run_ranks(on_rank, 2) == [(8, 0)] * 2

@@ -1,4 +1,4 @@
-"""What is replaced upstream takes the arguments of stock by their names, whoever calls it."""
+"""Tests of the patch table: replacements accept the arguments of upstream functions by name."""
 
 import importlib
 import inspect
@@ -11,7 +11,7 @@ from transformers import Gemma3Config, Gemma3ForConditionalGeneration
 from hf_megatron.compat.versions import is_for_other_version
 from hf_megatron.integrations.patch_table import PATCHES
 
-# Variables of a closure, by which a function is replaced under all its names, are tested as what they hold.
+# Targets ending in `.func` are closure variables, through which a function is replaced under all its names.
 BY_FUNCTION = [patch for patch in PATCHES if not patch.target.endswith(".func")]
 
 
@@ -22,7 +22,7 @@ def list_parameters(function):
 
 
 @pytest.mark.parametrize("patch", BY_FUNCTION, ids=lambda patch: patch.target)
-def test_arguments_keep_their_names(patch, monkeypatch):
+def test_replacements_keep_argument_names(patch, monkeypatch):
     monkeypatch.setitem(os.environ, "TRL_EXPERIMENTAL_SILENCE", "1")
     if is_for_other_version(patch.target):
         return
@@ -33,10 +33,10 @@ def test_arguments_keep_their_names(patch, monkeypatch):
         owner = getattr(owner, part)
     stock = list_parameters(inspect.getattr_static(owner, name))
     module, _, function = patch.replacement.partition(":")
-    own = list_parameters(getattr(importlib.import_module(module), function))[1:]
+    replacement = list_parameters(getattr(importlib.import_module(module), function))[1:]
     names = [parameter.name for parameter in stock]
     takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in stock)
-    for place, parameter in enumerate(own):
+    for place, parameter in enumerate(replacement):
         is_receiver = bool(parts) and place == 0
         if is_receiver or parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD) or name == "__getitem__":
             continue
@@ -46,8 +46,8 @@ def test_arguments_keep_their_names(patch, monkeypatch):
             assert takes_any, f"stock has no {parameter.name}: {names}"
 
 
-def test_masks_that_a_model_of_images_makes_by_itself():
-    """Gemma 3 calls what masks are made of by keywords."""
+def test_gemma3_builds_masks_with_keyword_arguments():
+    """Gemma 3 calls the mask functions with keyword arguments."""
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
     text = sizes | {"num_key_value_heads": 1, "head_dim": 16, "vocab_size": 64, "sliding_window": 4}
     config = Gemma3Config(

@@ -1,4 +1,4 @@
-"""`hf-megatron convert` and `verify`: every family through every layout, and all that must be refused."""
+"""Tests of `hf-megatron convert` and `compare`: every family through every format, and rejected inputs."""
 
 import json
 import os
@@ -27,20 +27,20 @@ OTHERS = [name for name in FORMATS if name != "hf"]
 
 
 def split(to: str, **sizes: int) -> TargetOptions:
-    """For two tensor parallel ranks, where the format knows of any."""
+    """Returns options for two tensor-parallel ranks, if the format supports them."""
     return TargetOptions(tp_size=2, **sizes) if to.startswith("megatron") else TargetOptions()
 
 
 def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
-    found = {}
+    tensors = {}
     for path in folder.glob("*.safetensors"):
         with safe_open(path, "pt") as file:
-            found |= {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    return found
+            tensors |= {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    return tensors
 
 
 def assert_equal(first: Path, second: Path) -> None:
-    """The same names, dtypes and bytes."""
+    """Asserts equal names, dtypes and bytes of all tensors."""
     one, other = tensors_of(first), tensors_of(second)
     assert one.keys() == other.keys()
     for name in one:
@@ -56,12 +56,12 @@ def llama(tmp_path_factory) -> Path:
 
 
 @pytest.mark.parametrize("case", FAMILIES)
-def test_every_layout_gives_back_the_bytes(case, tmp_path):
+def test_every_format_round_trips_bit_equal(case, tmp_path):
     source = tmp_path / "hf"
     model = tiny_model(case, torch.bfloat16)
     model.save_pretrained(source, max_shard_size="100KB")
     for to in OTHERS:
-        # An encoder and a decoder lie on one stage.
+        # Encoder and decoder must be on one pipeline stage.
         even = model.config.num_hidden_layers == 2 and not model.config.is_encoder_decoder
         pipeline = 2 if to == "megatron_legacy" and even else 1
         convert(source, tmp_path / to, to, options=split(to, pp_size=pipeline))
@@ -71,7 +71,7 @@ def test_every_layout_gives_back_the_bytes(case, tmp_path):
 
 @pytest.mark.parametrize("first", OTHERS)
 @pytest.mark.parametrize("second", OTHERS)
-def test_between_any_two_layouts(llama, tmp_path, first, second):
+def test_conversion_between_any_two_formats(llama, tmp_path, first, second):
     convert(llama, tmp_path / "first", first, options=split(first))
     convert(tmp_path / "first", tmp_path / "second", second, options=split(second, make_vocab_size_divisible_by=32))
     report = convert(tmp_path / "second", tmp_path / "hf", "hf", verify=True, logits=True)
@@ -80,7 +80,7 @@ def test_between_any_two_layouts(llama, tmp_path, first, second):
     assert_equal(llama, tmp_path / "hf")
 
 
-def loaded_logits(folder: Path) -> torch.Tensor:
+def compute_logits(folder: Path) -> torch.Tensor:
     from transformers import AutoModelForCausalLM
 
     from hf_megatron import MegatronConfig
@@ -91,19 +91,19 @@ def loaded_logits(folder: Path) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("to", OTHERS)
-def test_from_pretrained_reads_every_layout(llama, tmp_path, to):
+def test_from_pretrained_reads_every_format(llama, tmp_path, to):
     convert(llama, tmp_path / "made", to, options=split(to))
-    expected = run_ranks(loaded_logits, 2, llama)
-    found = run_ranks(loaded_logits, 2, tmp_path / "made")
-    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
-    # An error is the same on all ranks.
+    expected = run_ranks(compute_logits, 2, llama)
+    logits = run_ranks(compute_logits, 2, tmp_path / "made")
+    assert all(torch.equal(one, other) for one, other in zip(logits, expected, strict=True))
+    # Every rank raises the same error.
     largest = max((path for path in (tmp_path / "made").rglob("*") if path.is_file()), key=os.path.getsize)
     os.truncate(largest, 100)
     with pytest.raises(RankError, match="(?s)rank 0.*Opening.*rank 1.*Opening"):
-        run_ranks(loaded_logits, 2, tmp_path / "made")
+        run_ranks(compute_logits, 2, tmp_path / "made")
 
 
-def test_padded_rows_are_zero_and_cut(llama, tmp_path):
+def test_vocabulary_padding_is_zero(llama, tmp_path):
     report = convert(llama, tmp_path / "core", "megatron_core", options=TargetOptions(tp_size=2))
     (row,) = [row for row in report.rows if row[0] == "model.embed_tokens.weight"]
     assert row[1] == "embedding.word_embeddings.weight"
@@ -115,7 +115,7 @@ def test_padded_rows_are_zero_and_cut(llama, tmp_path):
     assert not embedding[250:].any()
 
 
-def test_a_plan_reads_and_writes_nothing(llama, tmp_path):
+def test_dry_run_writes_nothing(llama, tmp_path):
     result = CliRunner().invoke(app, ["convert", str(llama), str(tmp_path / "out"), "--to", "torch_dist", "--dry-run"])
     assert result.exit_code == 0, result.output
     assert (
@@ -126,7 +126,7 @@ def test_a_plan_reads_and_writes_nothing(llama, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_command_line(llama, tmp_path):
+def test_convert_and_compare_commands(llama, tmp_path):
     run = CliRunner().invoke
     result = run(app, ["convert", str(llama), str(tmp_path / "core"), "--to", "torch_dist", "--verify", "--logits"])
     assert result.exit_code == 0, result.output
@@ -139,7 +139,7 @@ def test_the_command_line(llama, tmp_path):
     assert (wrong.exit_code, "megatron_core" in wrong.output) == (2, True)
 
 
-def test_verify_finds_one_changed_entry(llama, tmp_path):
+def test_compare_finds_one_changed_value(llama, tmp_path):
     other = tmp_path / "other"
     shutil.copytree(llama, other)
     tensors = load_file(other / "model.safetensors")
@@ -153,7 +153,7 @@ def test_verify_finds_one_changed_entry(llama, tmp_path):
     assert "model.layers.1.mlp.up_proj.weight" in result.output
 
 
-def test_unknown_and_missing_tensors_are_named(llama, tmp_path):
+def test_unknown_and_missing_tensors_are_reported(llama, tmp_path):
     other = tmp_path / "other"
     shutil.copytree(llama, other)
     tensors = load_file(other / "model.safetensors")
@@ -175,7 +175,7 @@ def test_unknown_and_missing_tensors_are_named(llama, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-def test_a_config_of_another_model_is_refused(llama, tmp_path):
+def test_mismatched_config_is_rejected(llama, tmp_path):
     convert(llama, tmp_path / "core", "megatron_core")
     config = json.loads((tmp_path / "core" / "config.json").read_text())
     config["num_key_value_heads"] = 4
@@ -189,7 +189,7 @@ def test_a_config_of_another_model_is_refused(llama, tmp_path):
     assert_equal(llama, tmp_path / "out")
 
 
-def test_families_without_names_are_refused(tmp_path):
+def test_families_without_name_rules_are_rejected(tmp_path):
     from transformers import OPTConfig, OPTForCausalLM
 
     sizes = {"num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 64, "max_position_embeddings": 32}
@@ -197,7 +197,7 @@ def test_families_without_names_are_refused(tmp_path):
     OPTForCausalLM(config).save_pretrained(tmp_path / "opt")
     with pytest.raises(UnsupportedError, match="'opt'.*llama"):
         plan_conversion(tmp_path / "opt", tmp_path / "out", "megatron_core")
-    # Layouts under Hugging Face names need no rules.
+    # Formats that keep Hugging Face names need no name rules.
     convert(tmp_path / "opt", tmp_path / "sharded", "sharded", verify=True)
 
 
@@ -216,35 +216,35 @@ def test_families_without_names_are_refused(tmp_path):
         ("nemotron_h", {"norm_topk_prob": False}, "norm_topk_prob: Megatron-Core normalizes expert weights"),
     ],
 )
-def test_what_megatron_computes_otherwise_is_refused_by_name(model_type, changes, reason):
+def test_unsupported_computations_are_rejected(model_type, changes, reason):
     with pytest.raises(UnsupportedError, match=reason):
         check_config(AutoConfig.for_model(model_type, **changes))
 
 
-def convert_with_little_disk(source: Path, target: Path) -> None:
-    """In a process whose files may not grow: the system answers each further write with an error."""
+def convert_with_file_size_limit(source: Path, target: Path) -> None:
+    """Converts under a file size limit, beyond which the system fails every write."""
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
     convert(source, target, "sharded")
 
 
-def test_nothing_is_left_of_an_interrupted_conversion(llama, tmp_path):
+def test_interrupted_conversion_leaves_nothing(llama, tmp_path):
     with pytest.raises(RankError, match="cannot be written.*File too large"):
-        run_ranks(convert_with_little_disk, 1, llama, tmp_path / "out")
+        run_ranks(convert_with_file_size_limit, 1, llama, tmp_path / "out")
     assert list(tmp_path.iterdir()) == []
-    # What a killed process leaves is removed by the next conversion to the same target.
+    # The temporary folder of a killed process is removed by the next conversion to the same target.
     (tmp_path / f".tmp-out-{'0' * 32}").mkdir()
     convert(llama, tmp_path / "out", "sharded")
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
-def test_space_is_checked_first(tmp_path):
+def test_disk_space_is_checked_first(tmp_path):
     with pytest.raises(CheckpointError, match="1,152,921,504,606,846,976 bytes are needed and [0-9,]+ are free"):
         Output(tmp_path / "out", 1 << 60)
     assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("to", FORMATS)
-def test_a_flipped_bit_is_found(llama, tmp_path, to):
+def test_flipped_bit_is_detected(llama, tmp_path, to):
     convert(llama, tmp_path / "made", to)
     largest = max((path for path in (tmp_path / "made").rglob("*") if path.is_file()), key=os.path.getsize)
     data = bytearray(largest.read_bytes())
@@ -256,7 +256,7 @@ def test_a_flipped_bit_is_found(llama, tmp_path, to):
 
 
 @pytest.mark.parametrize("to", FORMATS)
-def test_a_truncated_file_is_found_without_checksums_too(llama, tmp_path, to):
+def test_truncation_is_detected_without_checksums(llama, tmp_path, to):
     convert(llama, tmp_path / "made", to)
     largest = max((path for path in (tmp_path / "made").rglob("*") if path.is_file()), key=os.path.getsize)
     os.truncate(largest, largest.stat().st_size - 1000)
@@ -274,7 +274,7 @@ class Bomb:
         return os.system, (self.command,)
 
 
-def test_pickles_and_paths_out_of_the_folder_are_refused(llama, tmp_path):
+def test_pickles_and_outside_paths_are_rejected(llama, tmp_path):
     canary, folder = tmp_path / "canary", tmp_path / "bad"
     folder.mkdir()
     shutil.copy(llama / "config.json", folder)
@@ -298,7 +298,7 @@ def test_pickles_and_paths_out_of_the_folder_are_refused(llama, tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["bad"]
 
 
-def test_links_and_large_files_are_not_copied(llama, tmp_path):
+def test_links_and_large_files_are_rejected(llama, tmp_path):
     folder = tmp_path / "linked"
     shutil.copytree(llama, folder)
     (tmp_path / "secret").write_text("token")
@@ -313,8 +313,8 @@ def test_links_and_large_files_are_not_copied(llama, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-def with_moments(source: Path, target: Path, frozen: str, **options) -> None:
-    """A sharded checkpoint with an optimizer's state, of a run that trains everything but one weight."""
+def save_with_moments(source: Path, target: Path, frozen: str, **options) -> None:
+    """Saves a sharded checkpoint with optimizer state after one step that trains every weight except `frozen`."""
     from accelerate import Accelerator
     from transformers import AutoModelForCausalLM
 
@@ -332,8 +332,8 @@ def with_moments(source: Path, target: Path, frozen: str, **options) -> None:
     accelerator.save_state(target)
 
 
-def test_moments_without_their_counterparts_are_named(llama, tmp_path):
-    run_ranks(with_moments, 2, llama, tmp_path / "state", "model.layers.1.self_attn.v_proj.weight")
+def test_incomplete_moments_are_rejected(llama, tmp_path):
+    run_ranks(save_with_moments, 2, llama, tmp_path / "state", "model.layers.1.self_attn.v_proj.weight")
     for action in (plan_conversion, convert):
         with pytest.raises(CheckpointError, match="exp_avg of model.layers.1.self_attn.q_proj.weight.*frozen"):
             action(tmp_path / "state", tmp_path / "core", "megatron_core")
@@ -341,14 +341,14 @@ def test_moments_without_their_counterparts_are_named(llama, tmp_path):
     convert(tmp_path / "state", tmp_path / "dcp", "dcp", verify=True)
 
 
-def test_state_with_the_moments_is_refused_by_name(llama, tmp_path):
-    run_ranks(with_moments, 2, llama, tmp_path / "state", "", amsgrad=True)
+def test_unsupported_optimizer_state_is_rejected(llama, tmp_path):
+    run_ranks(save_with_moments, 2, llama, tmp_path / "state", "", amsgrad=True)
     with pytest.raises(CheckpointError, match="max_exp_avg_sq"):
         convert(tmp_path / "state", tmp_path / "core", "megatron_core")
 
 
 @pytest.mark.parametrize("to", OTHERS)
-def test_shapes_are_those_of_the_config(llama, tmp_path, to):
+def test_shapes_must_match_config(llama, tmp_path, to):
     convert(llama, tmp_path / "made", to)
     other = tmp_path / "other"
     other.mkdir()
@@ -359,7 +359,7 @@ def test_shapes_are_those_of_the_config(llama, tmp_path, to):
         convert(tmp_path / "made", tmp_path / "out", "hf", config=str(other))
 
 
-def test_a_running_conversion_is_left_alone(llama, tmp_path):
+def test_running_conversion_is_not_removed(llama, tmp_path):
     running = Output(tmp_path / "out")
     Output(tmp_path / "out")
     assert running.directory.is_dir()
@@ -370,7 +370,7 @@ def test_bin_files_and_old_names_are_read(llama, tmp_path):
     folder.mkdir()
     shutil.copy(llama / "config.json", folder)
     tensors = load_file(llama / "model.safetensors")
-    # Checkpoints of base models lack the prefix, old ones have buffers that are computed today.
+    # Base-model checkpoints lack the prefix; old checkpoints have buffers that are no longer stored.
     tensors = {name.removeprefix("model."): tensor for name, tensor in tensors.items()}
     tensors["layers.0.self_attn.rotary_emb.inv_freq"] = torch.zeros(8)
     torch.save(tensors, folder / "pytorch_model.bin")
@@ -378,7 +378,7 @@ def test_bin_files_and_old_names_are_read(llama, tmp_path):
     assert_equal(llama, tmp_path / "hf")
 
 
-def test_a_tied_weight_that_is_stored_twice(tmp_path):
+def test_tied_weight_stored_twice(tmp_path):
     tiny_model("llama_tied").save_pretrained(tmp_path / "tied")
     tensors = load_file(tmp_path / "tied" / "model.safetensors")
     tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
@@ -390,7 +390,7 @@ def test_a_tied_weight_that_is_stored_twice(tmp_path):
         convert(tmp_path / "tied", tmp_path / "other", "megatron_core")
 
 
-def test_round_trip_only_is_said(tmp_path):
+def test_round_trip_only_note_is_reported(tmp_path):
     tiny_model("gemma2").save_pretrained(tmp_path / "gemma2")
     arguments = ["convert", str(tmp_path / "gemma2"), str(tmp_path / "core"), "--to", "torch_dist"]
     result = CliRunner().invoke(app, arguments)
@@ -400,7 +400,7 @@ def test_round_trip_only_is_said(tmp_path):
     assert "round trip only" in json.loads((tmp_path / "core" / "conversion.json").read_text())["notes"][0]
 
 
-def test_sizes_are_checked(llama, tmp_path):
+def test_parallel_sizes_are_checked(llama, tmp_path):
     with pytest.raises(ConfigError, match="tp_size=0"):
         TargetOptions(tp_size=0)
     with pytest.raises(ConfigError, match="pp_size=3 has no effect on megatron_core.*tp_size"):

@@ -1,4 +1,4 @@
-"""What a stranger's folder may try on whoever converts it: links out of it, code of its own, endless work, raw text."""
+"""Tests of hostile folders: links out of the folder, custom code, unbounded files and control characters."""
 
 import json
 import os
@@ -24,8 +24,8 @@ def hf(tmp_path_factory) -> Path:
     return folder
 
 
-def sparse(path: Path) -> None:
-    """Makes a file that takes no space and would fill the memory."""
+def make_sparse_file(path: Path) -> None:
+    """Creates a file that takes no disk space, but would fill the memory."""
     with open(path, "wb") as file:
         file.truncate(6 << 30)
 
@@ -36,14 +36,14 @@ INSTEAD: dict[str, tuple[Callable[[Path], object], str]] = {
     "a link to itself": (lambda path: path.symlink_to(path.name), "is a link to nothing"),
     "a pipe": (os.mkfifo, "is a named pipe"),
     "a folder": (os.mkdir, "is a folder"),
-    "endless": (sparse, "README.md has 6442450944 bytes; the limit is"),
+    "endless": (make_sparse_file, "README.md has 6442450944 bytes; the limit is"),
 }
 
 
 @pytest.mark.parametrize("instead", INSTEAD)
 @pytest.mark.parametrize("name", SMALL)
-def test_small_files_are_files_of_the_folder(hf, tmp_path, name, instead):
-    """A card that was a link came along with what it led to, and a pipe in a tokenizer's place was left out unsaid."""
+def test_auxiliary_files_must_be_regular_files_in_folder(hf, tmp_path, name, instead):
+    """Regression: the target of a linked model card was copied, and a pipe named as a tokenizer was skipped."""
     source, (make, message) = tmp_path / "source", INSTEAD[instead]
     shutil.copytree(hf, source)
     (source / name).unlink(missing_ok=True)
@@ -51,14 +51,14 @@ def test_small_files_are_files_of_the_folder(hf, tmp_path, name, instead):
     if name not in ("README.md", "loss.png") and instead == "endless":
         message = "is not a weight file and too large to copy"
     for to in ("hf", "torch_dist"):
-        said = refused(source, tmp_path / "out", to)
-        assert name in said and message.replace("README.md", name) in said
+        error = refused(source, tmp_path / "out", to)
+        assert name in error and message.replace("README.md", name) in error
     with pytest.raises(CheckpointError, match=name):
         plan_conversion(source, tmp_path / "out", "hf")
 
 
-def test_links_of_the_cache_of_the_hub_are_followed(hf, tmp_path):
-    """Its folders hold nothing but links into `blobs`."""
+def test_hub_cache_links_are_followed(hf, tmp_path):
+    """Snapshots in the Hub cache contain only links into `blobs`."""
     blobs, snapshot = tmp_path / "models--a--b" / "blobs", tmp_path / "models--a--b" / "snapshots" / "abc"
     blobs.mkdir(parents=True)
     snapshot.mkdir(parents=True)
@@ -71,7 +71,7 @@ def test_links_of_the_cache_of_the_hub_are_followed(hf, tmp_path):
 
 
 OWN_CODE = {"model_type": "zz", "auto_map": {"AutoConfig": "m.C", "AutoModelForCausalLM": "m.M"}}
-# What each says, in one line.
+# Config changes and the one-line error of each.
 CONFIGS: dict[str, tuple[dict, str]] = {
     "code": (OWN_CODE, "config.json: auto_map specifies custom code for model_type zz, which is not executed"),
     "a kernel": (
@@ -125,51 +125,51 @@ for folder in sys.argv[2:]:
 """
 
 
-def test_configs_run_nothing_and_say_one_line(hf, tmp_path):
-    """transformers asks on the terminal whether to run the code of a folder, and logs what configs say as it is."""
+def test_hostile_configs_run_no_code_and_report_one_line(hf, tmp_path):
+    """transformers asks on the terminal whether to run a folder's code, and logs config values unescaped."""
     for name, (changes, _) in CONFIGS.items():
         source = with_config(hf, tmp_path / name, **changes)
         (source / "m.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n", "utf-8")
     folders = [str(tmp_path / name) for name in CONFIGS]
     command = [sys.executable, "-c", CALL, str(tmp_path / "out"), *folders]
     done = subprocess.run(command, capture_output=True, input=b"y\n" * 99, check=False, timeout=200)
-    # What torchao and bitsandbytes say while transformers imports them.
-    said = done.stderr.decode().split("\n")[:-1]
-    lines = [line for line in said if not line.startswith("Failed to load ") and "_pytree.py" not in line]
+    # Ignore messages that torchao and bitsandbytes print while transformers imports them.
+    stderr_lines = done.stderr.decode().split("\n")[:-1]
+    lines = [line for line in stderr_lines if not line.startswith("Failed to load ") and "_pytree.py" not in line]
     assert done.stdout == b"" and not (tmp_path / "ran").exists() and not (tmp_path / "out").exists()
     assert len(lines) == len(CONFIGS), lines
     for line, (_, message) in zip(lines, CONFIGS.values(), strict=True):
         assert message in line and line.isprintable() and len(line) < 700, line
 
 
-def test_code_with_a_type_of_transformers_is_not_run(hf, tmp_path):
-    """DeepSeek-V3 and Phi-3 have such files, and need none of them."""
+def test_custom_code_for_known_type_is_not_run(hf, tmp_path):
+    """DeepSeek-V3 and Phi-3 repositories have such files, and need none of them."""
     source = with_config(hf, tmp_path / "source", auto_map=OWN_CODE["auto_map"])
     (source / "m.py").write_text("raise SystemExit('ran')\n", "utf-8")
     convert(source, tmp_path / "out", "hf", verify=True, logits=True)
 
 
 @pytest.mark.parametrize("command", ["plan", "check"])
-def test_checks_of_a_folder_run_none_of_its_code(hf, tmp_path, command):
+def test_plan_and_check_run_no_custom_code(hf, tmp_path, command):
     source = with_config(hf, tmp_path / "source", **OWN_CODE)
     (source / "m.py").write_text("raise SystemExit('ran')\n", "utf-8")
     code, lines = run(command, source)
     assert code == 2 and len(lines) == 1 and "auto_map specifies custom code" in lines[0]
 
 
-def test_configs_of_gigabytes_are_not_read(hf, tmp_path):
+def test_oversized_and_linked_configs_are_not_read(hf, tmp_path):
     source = tmp_path / "source"
     shutil.copytree(hf, source)
     (source / "config.json").unlink()
-    sparse(source / "config.json")
+    make_sparse_file(source / "config.json")
     assert "config.json has 6442450944 bytes; the limit is" in refused(source, tmp_path / "out")
     (source / "config.json").unlink()
     (source / "config.json").symlink_to("/etc/hostname")
     assert "config.json leads out of the checkpoint" in refused(source, tmp_path / "out")
 
 
-def test_a_model_of_more_modules_than_any_is_not_made(hf, tmp_path, monkeypatch):
-    """Each expert is four modules here, and a config names as many as it likes."""
+def test_config_with_too_many_modules_is_rejected(hf, tmp_path, monkeypatch):
+    """Each expert has four modules here, and the config sets an arbitrary number of experts."""
     monkeypatch.setattr("hf_megatron.checkpoint.meta_model.MOST_TENSORS", 1000)
     config = SwitchTransformersConfig(num_experts=400, num_layers=1, num_decoder_layers=1, d_model=8, d_ff=8, d_kv=4)
     config.architectures = ["SwitchTransformersForConditionalGeneration"]
@@ -178,6 +178,6 @@ def test_a_model_of_more_modules_than_any_is_not_made(hf, tmp_path, monkeypatch)
     config.num_sparse_encoder_layers = config.encoder_sparse_step = 1
     config.save_pretrained(source)
     assert "does not define a valid SwitchTransformersForConditionalGeneration" in (
-        said := refused(source, tmp_path / "out")
+        error := refused(source, tmp_path / "out")
     )
-    assert "it has more than 1000 modules" in said
+    assert "it has more than 1000 modules" in error

@@ -1,4 +1,4 @@
-"""What a conversion looks at before it works: how many, how large, which sizes and where; and what its bar counts."""
+"""Tests of checks before a conversion (tensor counts, sizes, targets, disk space), progress bars and interrupts."""
 
 import contextlib
 import gc
@@ -29,21 +29,21 @@ from tests.integration.conversion.test_third_party_files import llama
 
 @pytest.fixture(scope="module")
 def hf(tmp_path_factory) -> Path:
-    """Eight heads in two groups."""
+    """Llama with eight attention heads in two groups."""
     folder = tmp_path_factory.mktemp("limits") / "hf"
     llama().save_pretrained(folder)
     return folder
 
 
-def lines_of(error: pytest.ExceptionInfo) -> int:
+def count_lines(error: pytest.ExceptionInfo) -> int:
     return len(str(error.value).splitlines())
 
 
 MANY = 300_000
 
 
-def test_headers_of_more_tensors_than_any_model_has(hf, tmp_path):
-    """Each was looked at and compared with the names of the model, which took half a minute."""
+def test_header_with_too_many_tensors_is_rejected(hf, tmp_path):
+    """Regression: every tensor was compared with the names of the model, which took half a minute."""
     shutil.copytree(hf, tmp_path / "source")
     entry = {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}
     spelled = json.dumps({f"t{number}": entry for number in range(MANY)}).encode()
@@ -51,13 +51,13 @@ def test_headers_of_more_tensors_than_any_model_has(hf, tmp_path):
         (tmp_path / "source" / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
         with pytest.raises(
             CheckpointError, match=rf"model.safetensors: {MANY} tensors in one file exceed the limit of \d+"
-        ) as seen:
+        ) as error_info:
             convert(tmp_path / "source", tmp_path / "out", "sharded")
-        assert len(str(seen.value).splitlines()) == 1 and not (tmp_path / "out").exists()
+        assert len(str(error_info.value).splitlines()) == 1 and not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("source", ["megatron_legacy", "hf"])
-def test_pickles_of_more_tensors_than_any_model_has(hf, tmp_path, source):
+def test_pickle_with_too_many_tensors_is_rejected(hf, tmp_path, source):
     if source == "hf":
         shutil.copytree(hf, tmp_path / "source")
     else:
@@ -77,8 +77,8 @@ def test_pickles_of_more_tensors_than_any_model_has(hf, tmp_path, source):
 
 
 @pytest.mark.parametrize("source", ["megatron_core", "dcp"])
-def test_stores_of_more_tensors_than_the_model_can_have(hf, tmp_path, source):
-    """Hundreds of thousands were read, which took ten seconds, before the first was compared with the model."""
+def test_store_with_too_many_tensors_is_rejected(hf, tmp_path, source):
+    """Regression: hundreds of thousands of tensors were read in ten seconds before any comparison with the model."""
     convert(hf, tmp_path / "source", source)
     (tmp_path / "source" / "conversion.json").unlink()
     file = next((tmp_path / "source").rglob(".metadata"))
@@ -88,17 +88,19 @@ def test_stores_of_more_tensors_than_the_model_can_have(hf, tmp_path, source):
     for number in range(12_000):
         metadata.state_dict_metadata[f"further{number}"] = item
         metadata.storage_data[replace(index, fqn=f"further{number}")] = place
-    # Each with its own description, as files have them; what is shared is read once.
+    # Each tensor has its own metadata, as in real files: shared objects are read only once.
     metadata.state_dict_metadata = {name: copy(one) for name, one in metadata.state_dict_metadata.items()}
     file.write_bytes(pickle.dumps(metadata))
-    with pytest.raises(CheckpointError, match=r"\.metadata is rejected: it has more than 10\d\d\d tensors\.") as seen:
+    with pytest.raises(
+        CheckpointError, match=r"\.metadata is rejected: it has more than 10\d\d\d tensors\."
+    ) as error_info:
         convert(tmp_path / "source", tmp_path / "out", "sharded")
-    assert lines_of(seen) == 1 and not (tmp_path / "out").exists()
+    assert count_lines(error_info) == 1 and not (tmp_path / "out").exists()
 
 
-def test_the_collector_rests_while_a_pickle_is_read_and_goes_on():
-    seen = []
-    names = {"here.look": Named("here.look", lambda arguments: seen.append(gc.isenabled()))}
+def test_garbage_collection_is_paused_while_unpickling():
+    gc_states = []
+    names = {"here.look": Named("here.look", lambda arguments: gc_states.append(gc.isenabled()))}
     for data in (b"\x80\x02chere\nlook\n)R.", b"\x80\x02chere\nlook\n)R"):
         with contextlib.suppress(CheckpointError):
             unpickle(data, "here", names)
@@ -109,10 +111,10 @@ def test_the_collector_rests_while_a_pickle_is_read_and_goes_on():
         assert not gc.isenabled()
     finally:
         gc.enable()
-    assert seen == [False, False]
+    assert gc_states == [False, False]
 
 
-# Options, what is wrong, and what would fit.
+# Options and the expected error with the valid sizes.
 UNFIT = {
     "heads": ({"tp_size": 3}, "num_attention_heads 8 is not divisible by tp_size 3. Valid sizes: 1, 2, 4, 8"),
     "more_than_heads": ({"tp_size": 16}, "num_attention_heads 8 .* tp_size 16"),
@@ -122,15 +124,15 @@ UNFIT = {
 
 @pytest.mark.parametrize("to", ["megatron_core", "megatron_legacy"])
 @pytest.mark.parametrize("case", UNFIT)
-def test_sizes_that_do_not_divide_are_refused_before_work(hf, tmp_path, to, case):
+def test_indivisible_sizes_are_rejected_before_conversion(hf, tmp_path, to, case):
     sizes, message = UNFIT[case]
-    for refused in (convert, plan_conversion):
-        with pytest.raises(CheckpointError, match=message) as seen:
-            refused(hf, tmp_path / "parent" / "out", to, options=TargetOptions(**sizes))
-        assert lines_of(seen) == 1 and not (tmp_path / "parent").exists()
+    for action in (convert, plan_conversion):
+        with pytest.raises(CheckpointError, match=message) as error_info:
+            action(hf, tmp_path / "parent" / "out", to, options=TargetOptions(**sizes))
+        assert count_lines(error_info) == 1 and not (tmp_path / "parent").exists()
 
 
-def test_groups_widths_and_experts_divide_too(tmp_path):
+def test_indivisible_groups_widths_and_experts_are_rejected(tmp_path):
     llama(hidden_size=96, num_attention_heads=12, num_key_value_heads=4).save_pretrained(tmp_path / "groups")
     llama(intermediate_size=50).save_pretrained(tmp_path / "width")
     tiny_model("deepseek_v3").save_pretrained(tmp_path / "experts")
@@ -146,17 +148,17 @@ def test_groups_widths_and_experts_divide_too(tmp_path):
     convert(tmp_path / "groups", tmp_path / "out", "megatron_core", options=TargetOptions(tp_size=12))
 
 
-def test_targets_inside_of_the_source_are_refused(hf, tmp_path):
+def test_targets_inside_source_are_rejected(hf, tmp_path):
     source = tmp_path / "source"
     shutil.copytree(hf, source)
     (tmp_path / "link").symlink_to(source)
     before = sorted(source.rglob("*"))
     inside = (source / "out", source / "deep" / "out", tmp_path / "link" / "out")
     for target in inside:
-        for refused in (convert, plan_conversion):
-            with pytest.raises(CheckpointError, match="is inside the source") as seen:
-                refused(source, target, "sharded")
-            assert lines_of(seen) == 1
+        for action in (convert, plan_conversion):
+            with pytest.raises(CheckpointError, match="is inside the source") as error_info:
+                action(source, target, "sharded")
+            assert count_lines(error_info) == 1
     for target in (source, tmp_path, tmp_path / "link"):
         with pytest.raises(CheckpointError, match="already exists. Choose a folder that does not exist"):
             convert(source, target, "sharded")
@@ -164,17 +166,17 @@ def test_targets_inside_of_the_source_are_refused(hf, tmp_path):
     convert(source, tmp_path / "source-2", "sharded")
 
 
-def test_bytes_that_are_needed_are_those_that_are_written(hf, tmp_path, monkeypatch):
-    asked = []
-    monkeypatch.setattr(StagedFolder, "require_space", lambda self, expected: asked.append(expected))
+def test_required_space_matches_written_bytes(hf, tmp_path, monkeypatch):
+    required_bytes = []
+    monkeypatch.setattr(StagedFolder, "require_space", lambda self, expected: required_bytes.append(expected))
     report = convert(hf, tmp_path / "out", "hf")
     config_bytes = sum((hf / name).stat().st_size for name in ("config.json", "generation_config.json"))
-    assert asked == [report.nbytes + config_bytes]
-    assert asked[0] <= sum(path.stat().st_size for path in (tmp_path / "out").iterdir())
+    assert required_bytes == [report.nbytes + config_bytes]
+    assert required_bytes[0] <= sum(path.stat().st_size for path in (tmp_path / "out").iterdir())
 
 
 class Bar:
-    """What a progress bar is told."""
+    """Progress bar that records its updates."""
 
     def __init__(self, name: str | None = None):
         self.name, self.total, self.n, self.is_open = name, None, 0, False
@@ -194,7 +196,7 @@ class Bar:
         self.n += size
 
 
-def test_what_is_read_back_and_compared_has_bars_of_its_own(hf, tmp_path, monkeypatch):
+def test_verification_has_separate_progress_bars(hf, tmp_path, monkeypatch):
     bars: list[Bar] = []
 
     def bar(*name: str) -> Bar:
@@ -211,7 +213,7 @@ def test_what_is_read_back_and_compared_has_bars_of_its_own(hf, tmp_path, monkey
     assert bars[1].n == sum(path.stat().st_size for path in files)
 
 
-# Ctrl-C at a moment, swallowed by whoever is called then, as libraries do while they are imported.
+# Ctrl-C at a given moment, swallowed by the running code, as libraries do during their import.
 INTERRUPTED = """
 import importlib.abc, os, signal, sys
 
@@ -264,7 +266,7 @@ main()
     "moment",
     ["torch", "hf_megatron.conversion.compare", "transformers.models.llama.modeling_llama", "a write", "a bar"],
 )
-def test_an_interrupted_command_says_so_in_one_line(hf, tmp_path, moment):
+def test_interrupted_command_prints_one_line(hf, tmp_path, moment):
     script = WRITING if moment.startswith("a ") else INTERRUPTED
     command = [sys.executable, "-c", script, moment, "convert", str(hf), str(tmp_path / "out"), "--to", "sharded"]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
@@ -273,8 +275,8 @@ def test_an_interrupted_command_says_so_in_one_line(hf, tmp_path, moment):
     assert not list(tmp_path.iterdir())
 
 
-def test_where_something_is_written_an_interrupt_is_an_exception(hf, tmp_path, monkeypatch):
-    """So that what is there is cleaned up; and whoever called finds the handler that was there."""
+def test_interrupt_handler_is_unchanged_while_writing(hf, tmp_path, monkeypatch):
+    """The caller's handler stays active, so that an interrupt raises an exception and temporary files are removed."""
     handlers = [signal.getsignal(signal.SIGINT)]
     open_ = StagedFolder.open
     monkeypatch.setattr(
@@ -285,20 +287,20 @@ def test_where_something_is_written_an_interrupt_is_an_exception(hf, tmp_path, m
     assert handlers == [signal.getsignal(signal.SIGINT)] * 2
 
 
-def test_a_vocabulary_is_padded_within_reason(hf, tmp_path, monkeypatch):
-    """It was written until the disk was full; the padding was not among the bytes that are needed."""
+def test_vocabulary_padding_is_limited(hf, tmp_path, monkeypatch):
+    """Regression: padding was missing in the required bytes and was written until the disk was full."""
     with pytest.raises(ConfigError, match="make_vocab_size_divisible_by=1000000000: expected 65536 or less"):
         convert(hf, tmp_path / "out", "torch_dist", options=TargetOptions(make_vocab_size_divisible_by=10**9))
-    asked = []
-    monkeypatch.setattr(StagedFolder, "require_space", lambda self, expected: asked.append(expected))
+    required_bytes = []
+    monkeypatch.setattr(StagedFolder, "require_space", lambda self, expected: required_bytes.append(expected))
     for to in ("torch_dist", "megatron_legacy"):
         convert(hf, tmp_path / to, to, options=TargetOptions(make_vocab_size_divisible_by=4096))
-    # An embedding and a head of 64 columns in four bytes.
-    assert min(asked) > 2 * 4096 * 64 * 4
+    # Embedding and head have 64 columns of four bytes.
+    assert min(required_bytes) > 2 * 4096 * 64 * 4
 
 
 @pytest.mark.parametrize("to", ["megatron_core", "megatron_legacy"])
-def test_the_one_of_another_type_is_named(hf, tmp_path, to):
+def test_mismatched_dtype_is_reported(hf, tmp_path, to):
     source = tmp_path / "source"
     shutil.copytree(hf, source)
     weights = safetensors.torch.load_file(source / "model.safetensors")
@@ -306,10 +308,10 @@ def test_the_one_of_another_type_is_named(hf, tmp_path, to):
     safetensors.torch.save_file(
         weights | {name: weights[name].bfloat16()}, source / "model.safetensors", {"format": "pt"}
     )
-    with pytest.raises(CheckpointError) as seen:
+    with pytest.raises(CheckpointError) as error_info:
         convert(source, tmp_path / "out", to)
     others = ", ".join(name.replace("q_proj", f"{part}_proj") for part in "kv")
     assert f"{name} has dtype torch.bfloat16, expected torch.float32 as for {others}: they are merged" in str(
-        seen.value
+        error_info.value
     )
     convert(source, tmp_path / "out", "hf", verify=True)

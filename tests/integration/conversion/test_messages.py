@@ -1,4 +1,4 @@
-"""What a conversion says of files that are not what their names promise, and of arguments that cannot be."""
+"""Tests of error messages for unexpected files and invalid arguments of a conversion."""
 
 import json
 import os
@@ -33,7 +33,7 @@ def hf(tmp_path_factory) -> Path:
 
 
 def refused(source: Path, target: Path, to: str = "hf", **wanted) -> str:
-    """The one line."""
+    """Returns the one-line error of a rejected conversion."""
     with pytest.raises(CheckpointError) as raised:
         convert(source, target, to, **wanted)
     assert not target.exists() and "\n" not in str(raised.value)
@@ -52,12 +52,12 @@ CONFIGS = {
 
 
 @pytest.mark.parametrize("case", CONFIGS)
-def test_a_setting_that_cannot_be_is_named(hf, tmp_path, case):
+def test_invalid_config_value_is_reported(hf, tmp_path, case):
     changes, message = CONFIGS[case]
     assert message in refused(with_config(hf, tmp_path / "source", **changes), tmp_path / "out")
 
 
-def test_a_name_that_no_file_can_have_is_refused(hf, tmp_path):
+def test_invalid_file_name_is_rejected(hf, tmp_path):
     source = tmp_path / "source"
     shutil.copytree(hf, source)
     (source / "model.safetensors").rename(source / "model-1.safetensors")
@@ -66,7 +66,7 @@ def test_a_name_that_no_file_can_have_is_refused(hf, tmp_path):
     assert "the name is invalid" in refused(source, tmp_path / "out")
 
 
-def test_the_format_of_a_store_is_shown_in_bounds(hf, tmp_path):
+def test_store_format_in_error_is_truncated(hf, tmp_path):
     source = tmp_path / "source"
     convert(hf, source, "torch_dist")
     [file] = source.rglob("metadata.json")
@@ -89,16 +89,16 @@ PLACES = [("model.safetensors", kind) for kind in OTHER_KINDS] + [("config.json"
 
 
 @pytest.mark.parametrize(("name", "kind"), PLACES)
-def test_what_lies_in_the_place_of_a_file_is_said(hf, tmp_path, name, kind):
+def test_unexpected_file_kinds_are_reported(hf, tmp_path, name, kind):
     source, (make, message) = tmp_path / "source", OTHER_KINDS[kind]
     shutil.copytree(hf, source)
     (source / name).unlink()
     make(source / name)
-    said = refused(source, tmp_path / "out")
-    assert name in said and message in said
+    error = refused(source, tmp_path / "out")
+    assert name in error and message in error
 
 
-def test_a_tensor_without_a_rule_is_one_of_the_source(tmp_path):
+def test_tensor_without_name_rule_is_reported(tmp_path):
     LlamaForSequenceClassification(
         LlamaConfig(
             vocab_size=64,
@@ -109,8 +109,8 @@ def test_a_tensor_without_a_rule_is_one_of_the_source(tmp_path):
             pad_token_id=0,
         )
     ).save_pretrained(tmp_path / "source")
-    said = refused(tmp_path / "source", tmp_path / "out", "megatron_core")
-    assert said.startswith(f"{tmp_path / 'source'}: no rule maps score.weight to Megatron")
+    error = refused(tmp_path / "source", tmp_path / "out", "megatron_core")
+    assert error.startswith(f"{tmp_path / 'source'}: no rule maps score.weight to Megatron")
 
 
 def run(*arguments: str | Path) -> tuple[int, list[str]]:
@@ -118,7 +118,7 @@ def run(*arguments: str | Path) -> tuple[int, list[str]]:
     return result.exit_code, result.stderr.splitlines()
 
 
-def test_arguments_that_cannot_be_are_one_line(hf, tmp_path):
+def test_invalid_arguments_report_one_line(hf, tmp_path):
     target = tmp_path / "there"
     target.mkdir()
     cases = (
@@ -131,20 +131,20 @@ def test_arguments_that_cannot_be_are_one_line(hf, tmp_path):
         (("show", hf, "--layout", "tp0"), 2, "MegatronConfig.tp_size = 0: expected an integer of 1 or more."),
     )
     for arguments, code, message in cases:
-        found, lines = run(*arguments)
-        assert (found, len(lines)) == (code, 1), (arguments, lines)
+        exit_code, lines = run(*arguments)
+        assert (exit_code, len(lines)) == (code, 1), (arguments, lines)
         assert message in lines[0]
 
 
-def test_two_unlike_models_are_not_called_equal(hf, tmp_path):
+def test_different_models_do_not_compare_equal(hf, tmp_path):
     other = GPT2LMHeadModel(GPT2Config(vocab_size=64, n_embd=16, n_layer=1, n_head=2, n_positions=16))
     other.save_pretrained(tmp_path / "gpt2")
-    found = compare(hf, tmp_path / "gpt2")
-    assert not found.equal and found.summary().startswith("different models: no tensor is in both; ")
+    comparison = compare(hf, tmp_path / "gpt2")
+    assert not comparison.equal and comparison.summary().startswith("different models: no tensor is in both; ")
     assert compare(hf, hf).summary() == "21 tensors compared, 0 different"
 
 
-def test_buffers_of_old_gpt2_files_are_no_weights(tmp_path):
+def test_old_gpt2_buffers_are_not_weights(tmp_path):
     model = GPT2LMHeadModel(GPT2Config(vocab_size=64, n_embd=16, n_layer=1, n_head=2, n_positions=16))
     model.save_pretrained(tmp_path / "gpt2")
     file = tmp_path / "gpt2" / "model.safetensors"
@@ -158,8 +158,8 @@ def test_buffers_of_old_gpt2_files_are_no_weights(tmp_path):
     assert json.loads((tmp_path / "out" / "config.json").read_text("utf-8"))["n_layer"] == 1
 
 
-def test_logits_are_all_that_a_class_returns(tmp_path):
-    """Megatron's BERT has two heads, and calls the logits of neither so."""
+def test_compared_logits_include_every_output(tmp_path):
+    """Megatron's BERT has two heads, and neither output is named `logits`."""
     torch.manual_seed(0)
     sizes = {"vocab_size": 64, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
     model = MegatronBertForPreTraining(MegatronBertConfig(**sizes, intermediate_size=16, max_position_embeddings=32))
@@ -177,29 +177,29 @@ def test_logits_are_all_that_a_class_returns(tmp_path):
     assert compare(tmp_path / "headless", tmp_path / "headless", logits=True).logits == 0.0
 
 
-def test_logits_that_are_no_numbers_are_not_called_equal(hf, tmp_path):
+def test_nonfinite_logits_do_not_compare_equal(hf, tmp_path):
     source = tmp_path / "source"
     shutil.copytree(hf, source)
     weights = safetensors.torch.load_file(source / "model.safetensors")
     weights["model.norm.weight"] *= float("nan")
     safetensors.torch.save_file(weights, source / "model.safetensors", {"format": "pt"})
-    found = compare(source, source, logits=True)
-    assert not found.different and "logits are NaN or infinite and could not be compared" in found.summary()
+    comparison = compare(source, source, logits=True)
+    assert not comparison.different and "logits are NaN or infinite and could not be compared" in comparison.summary()
     assert run("compare", source, source, "--logits")[0] == 1 and run("compare", source, source)[0] == 0
-    said = refused(source, tmp_path / "out", logits=True)
-    assert "could not be verified against its source and is removed: " in said and "logits are NaN" in said
+    error = refused(source, tmp_path / "out", logits=True)
+    assert "could not be verified against its source and is removed: " in error and "logits are NaN" in error
 
 
-def test_a_conversion_that_is_not_shown_to_be_equal_leaves_nothing(hf, tmp_path, monkeypatch):
+def test_unverified_conversion_leaves_nothing(hf, tmp_path, monkeypatch):
     target = tmp_path / "out"
     for error in (CheckpointError("cannot compute logits"), KeyboardInterrupt(), RuntimeError("memory")):
-        monkeypatch.setattr("hf_megatron.conversion.open_pair.compare_logits", raising(error))
+        monkeypatch.setattr("hf_megatron.conversion.open_pair.compare_logits", make_failing_function(error))
         with pytest.raises(type(error)):
             convert(hf, target, "hf", verify=True, logits=True)
         assert os.listdir(tmp_path) == []
 
 
-def raising(error: BaseException) -> Callable[..., None]:
+def make_failing_function(error: BaseException) -> Callable[..., None]:
     def fail(*arguments: object) -> None:
         raise error
 
@@ -207,8 +207,8 @@ def raising(error: BaseException) -> Callable[..., None]:
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.bool, torch.int32])
-def test_integers_are_no_weights(hf, tmp_path, dtype):
-    """They went along as they were, under a config that said float32."""
+def test_integer_weights_are_rejected(hf, tmp_path, dtype):
+    """Regression: integers were copied unchanged, under a config with dtype float32."""
     source, legacy, name = tmp_path / "source", tmp_path / "legacy", "model.layers.0.mlp.down_proj.weight"
     shutil.copytree(hf, source)
     convert(source, legacy, "megatron_legacy")
@@ -222,17 +222,17 @@ def test_integers_are_no_weights(hf, tmp_path, dtype):
     (legacy / "conversion.json").unlink()
     for folder in (source, legacy):
         for to in ("hf", "megatron_core"):
-            said = refused(folder, tmp_path / "out", to)
-            assert f"{name} has dtype {dtype}, but is floating point in LlamaForCausalLM" in said
+            error = refused(folder, tmp_path / "out", to)
+            assert f"{name} has dtype {dtype}, but is floating point in LlamaForCausalLM" in error
 
 
 @pytest.mark.parametrize("method", ["bitsandbytes", "fp8", "\x1b[31m"])
 @pytest.mark.parametrize("to", ["hf", "megatron_core", "dcp"])
-def test_a_quantization_is_refused_by_name(hf, tmp_path, to, method):
-    """It was left out of what Megatron's formats have, and copied beside plain weights in the others."""
+def test_quantized_checkpoints_are_rejected(hf, tmp_path, to, method):
+    """Regression: Megatron's formats dropped the quantization config, others kept it for plain weights."""
     source = with_config(hf, tmp_path / "source", quantization_config={"quant_method": method, "load_in_4bit": True})
-    said = refused(source, tmp_path / "out", to)
+    error = refused(source, tmp_path / "out", to)
     shown = method.replace("\x1b", "\\x1b")
-    assert f"config.json: quantization_config has quant_method {shown}; quantized weights cannot be converted" in said
+    assert f"config.json: quantization_config has quant_method {shown}; quantized weights cannot be converted" in error
     with pytest.raises(CheckpointError, match="quantization_config"):
         compare(source, hf)

@@ -1,4 +1,4 @@
-"""Layers of multi-token prediction: from and to Hugging Face files, and left out where nothing holds them."""
+"""Tests of multi-token prediction (MTP) layers: from and to Hugging Face files, and omitted if unsupported."""
 
 import json
 from dataclasses import replace
@@ -30,8 +30,8 @@ CASE = "deepseek_v3"
 MEGATRON = ("megatron_core", "megatron_legacy")
 
 
-def with_mtp(tensors: dict[Key, torch.Tensor], layers: int) -> dict[Key, torch.Tensor]:
-    """Adds one layer that predicts a further token: another copy of the last one, two norms, a projection, a norm."""
+def add_megatron_mtp_layer(tensors: dict[Key, torch.Tensor], layers: int) -> dict[Key, torch.Tensor]:
+    """Adds one MTP layer: a modified copy of the last layer, two norms, a projection and a final norm."""
     last, prefix = f"decoder.layers.{layers - 1}.", "mtp.layers.0."
     added = {
         key._replace(name=f"{prefix}transformer_layer.{key.name.removeprefix(last)}"): tensor + 1
@@ -61,13 +61,13 @@ def write(folder: Path, tensors: dict[Key, torch.Tensor], config, to: str, optim
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory) -> Path:
-    """`hf`, `plain/FORMAT` without such layers, `FORMAT` with one, and `trained` with moments as well."""
+    """Folders `hf`, `plain/FORMAT` without MTP layers, `FORMAT` with one, and `trained` with moments in addition."""
     root, config = tmp_path_factory.mktemp("mtp"), config_of(CASE)
     tiny_model(CASE).save_pretrained(root / "hf")
     for to in MEGATRON:
         convert(root / "hf", root / "plain" / to, to, options=TargetOptions(tp_size=2))
     with MegatronCoreReader(root / "plain" / "megatron_core") as reader:
-        tensors = with_mtp({key: reader.read(key) for key in reader.entries}, config.num_hidden_layers)
+        tensors = add_megatron_mtp_layer({key: reader.read(key) for key in reader.entries}, config.num_hidden_layers)
     for to in MEGATRON:
         write(root / to, tensors, config, to, None)
     for kind in (MAIN_WEIGHT, EXP_AVG, EXP_AVG_SQ):
@@ -76,7 +76,7 @@ def root(tmp_path_factory) -> Path:
     return root
 
 
-def count(root: Path, to: str) -> int:
+def count_mtp_tensors(root: Path, to: str) -> int:
     if to == "megatron_core":
         reader = MegatronCoreReader(root / to)
     else:
@@ -88,12 +88,14 @@ def count(root: Path, to: str) -> int:
 
 @pytest.mark.parametrize("source", MEGATRON)
 @pytest.mark.parametrize("to", ["sharded", "dcp"])
-def test_it_is_refused_by_its_name(root, tmp_path, source, to):
+def test_mtp_layers_are_rejected_by_unsupported_formats(root, tmp_path, source, to):
     with pytest.raises(
         CheckpointError, match=r"of multi-token prediction.*DeepseekV3ForCausalLM.*--without-mtp"
-    ) as seen:
+    ) as error_info:
         convert(root / source, tmp_path / "out", to, config=str(root / "hf"))
-    assert len(str(seen.value).splitlines()) == 1 and f"{count(root, source)} tensors" in str(seen.value)
+    assert len(str(error_info.value).splitlines()) == 1 and f"{count_mtp_tensors(root, source)} tensors" in str(
+        error_info.value
+    )
     with pytest.raises(CheckpointError, match="--without-mtp"):
         plan_conversion(root / source, tmp_path / "out", to, config=str(root / "hf"))
     convert(root / "hf", tmp_path / "other", to)
@@ -103,15 +105,15 @@ def test_it_is_refused_by_its_name(root, tmp_path, source, to):
 
 
 @pytest.mark.parametrize("to", MEGATRON)
-def test_it_is_left_out_where_that_is_wanted(root, tmp_path, to):
+def test_without_mtp_omits_mtp_layers(root, tmp_path, to):
     arguments = [str(root / to), str(tmp_path / "out"), "--to", "hf", "--config", str(root / "hf"), "--without-mtp"]
     result = CliRunner().invoke(app, ["convert", *arguments, "--verify", "--logits"])
     assert result.exit_code == 0, result.output
-    said = f"{count(root, to)} tensors of the source (multi-token prediction) are left out"
-    compared = f"{count(root, to)} tensors of the first were not compared"
-    assert said in result.output and compared in result.output
-    assert said in (tmp_path / "out" / "README.md").read_text("utf-8")
-    assert said in json.dumps(json.loads((tmp_path / "out" / "conversion.json").read_text("utf-8"))["notes"])
+    note = f"{count_mtp_tensors(root, to)} tensors of the source (multi-token prediction) are left out"
+    compared = f"{count_mtp_tensors(root, to)} tensors of the first were not compared"
+    assert note in result.output and compared in result.output
+    assert note in (tmp_path / "out" / "README.md").read_text("utf-8")
+    assert note in json.dumps(json.loads((tmp_path / "out" / "conversion.json").read_text("utf-8"))["notes"])
     assert compare(tmp_path / "out", root / "hf").equal
     result = CliRunner().invoke(app, ["compare", str(root / to), str(tmp_path / "out"), "--without-mtp"])
     assert result.exit_code == 0 and compared in result.output
@@ -119,25 +121,25 @@ def test_it_is_left_out_where_that_is_wanted(root, tmp_path, to):
     assert result.exit_code == 1 and "only in the second: model.layers.3" in result.output
 
 
-def test_both_sides_say_what_was_not_compared(root):
-    found = compare(root / MEGATRON[0], root / MEGATRON[1], config=str(root / "hf"), without_mtp=True)
-    assert found.equal and found.left_out == (count(root, MEGATRON[0]),) * 2
-    assert found.summary().count("were not compared") == 2
+def test_compare_reports_omitted_tensors_on_both_sides(root):
+    comparison = compare(root / MEGATRON[0], root / MEGATRON[1], config=str(root / "hf"), without_mtp=True)
+    assert comparison.equal and comparison.left_out == (count_mtp_tensors(root, MEGATRON[0]),) * 2
+    assert comparison.summary().count("were not compared") == 2
     assert compare(root / "hf", root / "hf", without_mtp=True).left_out == (0, 0)
 
 
-def test_moments_of_the_rest_come_along(root, tmp_path):
+def test_remaining_moments_are_converted(root, tmp_path):
     report = convert(root / "trained", tmp_path / "out", "sharded", config=str(root / "hf"), without_mtp=True)
     assert any("left out" in note for note in report.notes)
     kinds = {name.partition(" of ")[0] for name, _, _ in report.rows if " of " in name}
     assert kinds == {EXP_AVG, EXP_AVG_SQ} and not any("mtp" in other for _, other, _ in report.rows)
-    found = compare(tmp_path / "out", root / "trained", without_mtp=True)
-    assert found.equal, found.summary()
+    comparison = compare(tmp_path / "out", root / "trained", without_mtp=True)
+    assert comparison.equal, comparison.summary()
 
 
 @pytest.mark.parametrize("to", MEGATRON)
-def test_what_is_written_says_that_there_is_none(root, to):
-    """`num_nextn_predict_layers` is 1 by the default of the config, and the files hold no such layer."""
+def test_written_arguments_have_no_mtp_layers(root, to):
+    """`num_nextn_predict_layers` is 1 by default in the config, but the files contain no MTP layer."""
     config = config_of(CASE)
     assert config.num_nextn_predict_layers == 1
     reader = (
@@ -151,16 +153,18 @@ def test_what_is_written_says_that_there_is_none(root, to):
         assert not any(key.name.startswith("mtp.") for key in reader.entries)
 
 
-def further(folder: Path, depth: int, repeated: bool = False) -> None:
-    """Adds layers to a folder of transformers as released files have them: others than the last one and each other."""
+def add_hf_mtp_layers(folder: Path, depth: int, repeated: bool = False) -> None:
+    """Adds MTP layers to a transformers folder as in released files: they differ from the last layer and each other."""
     tensors, config = load_file(folder / "model.safetensors"), json.loads((folder / "config.json").read_text("utf-8"))
     config["num_nextn_predict_layers"] = depth
     (folder / "config.json").write_text(json.dumps(config), "utf-8")
     layers, hidden, added = config["num_hidden_layers"], config["hidden_size"], {}
     torch.manual_seed(1)
     for number in range(layers, layers + depth):
-        own, prefix = f"model.layers.{layers - 1}.", f"model.layers.{number}."
-        block = {name.replace(own, prefix): value for name, value in tensors.items() if name.startswith(own)}
+        last_prefix, prefix = f"model.layers.{layers - 1}.", f"model.layers.{number}."
+        block = {
+            name.replace(last_prefix, prefix): value for name, value in tensors.items() if name.startswith(last_prefix)
+        }
         added |= {name: value + 0.05 * torch.randn_like(value) for name, value in block.items()}
         for name in ("enorm", "hnorm", "shared_head.norm"):
             added[f"{prefix}{name}.weight"] = 1 + 0.1 * torch.randn(hidden)
@@ -172,30 +176,30 @@ def further(folder: Path, depth: int, repeated: bool = False) -> None:
 
 
 @pytest.mark.parametrize("to", MEGATRON)
-def test_layers_of_transformers_go_there_and_back(tmp_path, to):
-    """Two of them, as released files have them, with the copies of embedding and head."""
+def test_hf_mtp_layers_round_trip(tmp_path, to):
+    """Covers two MTP layers as in released files, with copies of embedding and head."""
     tiny_model(CASE).save_pretrained(tmp_path / "hf")
-    further(tmp_path / "hf", 2, repeated=True)
-    there = convert(tmp_path / "hf", tmp_path / to, to, verify=True)
-    assert any("shared_head.head.weight are left out" in note for note in there.notes)
-    assert not any("of the source" in note for note in there.notes)
+    add_hf_mtp_layers(tmp_path / "hf", 2, repeated=True)
+    report = convert(tmp_path / "hf", tmp_path / to, to, verify=True)
+    assert any("shared_head.head.weight are left out" in note for note in report.notes)
+    assert not any("of the source" in note for note in report.notes)
     back = convert(tmp_path / to, tmp_path / "back", "hf", verify=True)
     assert sum("mtp.layers.1." in row[1] for row in back.rows) > 10
     one, other = (load_file(tmp_path / name / "model.safetensors") for name in ("hf", "back"))
     assert {name.split(".", 3)[-1] for name in one.keys() - other} == {"embed_tokens.weight", "shared_head.head.weight"}
     assert all(torch.equal(one[name], tensor) for name, tensor in other.items())
     with pytest.raises(CheckpointError, match=r"2 layers of multi-token prediction.*num_nextn_predict_layers is 1"):
-        convert(tmp_path / to, tmp_path / "no", "hf", config=str(_without(tmp_path / "plain")))
+        convert(tmp_path / to, tmp_path / "no", "hf", config=str(_save_without_mtp(tmp_path / "plain")))
 
 
-def _without(folder: Path) -> Path:
+def _save_without_mtp(folder: Path) -> Path:
     tiny_model(CASE).save_pretrained(folder)
     return folder
 
 
-def test_between_folders_of_transformers_nothing_is_lost(tmp_path):
+def test_hf_to_hf_keeps_mtp_layers(tmp_path):
     tiny_model(CASE).save_pretrained(tmp_path / "hf")
-    further(tmp_path / "hf", 1)
+    add_hf_mtp_layers(tmp_path / "hf", 1)
     report = convert(
         tmp_path / "hf", tmp_path / "small", "hf", options=TargetOptions(max_shard_size="20KB"), verify=True
     )
@@ -205,9 +209,9 @@ def test_between_folders_of_transformers_nothing_is_lost(tmp_path):
     assert compare(tmp_path / "hf", tmp_path / "small", logits=True).logits == 0
 
 
-def test_what_repeats_the_embedding_and_differs_is_refused(tmp_path):
+def test_mismatched_embedding_copy_is_rejected(tmp_path):
     tiny_model(CASE).save_pretrained(tmp_path / "hf")
-    further(tmp_path / "hf", 1, repeated=True)
+    add_hf_mtp_layers(tmp_path / "hf", 1, repeated=True)
     tensors = load_file(tmp_path / "hf" / "model.safetensors")
     tensors["model.layers.3.embed_tokens.weight"][5] += 1
     save_file(tensors, tmp_path / "hf" / "model.safetensors", metadata={"format": "pt"})
@@ -217,7 +221,7 @@ def test_what_repeats_the_embedding_and_differs_is_refused(tmp_path):
     assert convert(tmp_path / "hf", tmp_path / "core", "megatron_core", without_mtp=True, verify=True).comparison.equal
 
 
-def test_a_layer_that_is_not_the_next_one(tmp_path):
+def test_nonconsecutive_layer_is_rejected(tmp_path):
     tiny_model(CASE).save_pretrained(tmp_path / "hf")
     tensors = load_file(tmp_path / "hf" / "model.safetensors")
     added = {"model.layers.61.enorm.weight": torch.ones(64), "model.layers.61.eh_proj.weight": torch.ones(64, 128)}
@@ -229,10 +233,10 @@ def test_a_layer_that_is_not_the_next_one(tmp_path):
     assert report.comparison is not None and report.comparison.left_out == (2, 0)
 
 
-def test_megatron_core_predicts_further_tokens_as_transformers_does(tmp_path, monkeypatch):
+def test_mtp_logits_match_megatron_core(tmp_path, monkeypatch):
     depth, layers = 2, config_of(CASE).num_hidden_layers
     tiny_model(CASE).save_pretrained(tmp_path / "hf")
-    further(tmp_path / "hf", depth)
+    add_hf_mtp_layers(tmp_path / "hf", depth)
     convert(tmp_path / "hf", tmp_path / "core", "megatron_core", options=TargetOptions(make_vocab_size_divisible_by=16))
     ids = torch.randint(0, config_of(CASE).vocab_size, (2, 12), generator=torch.Generator().manual_seed(0))
     padded = -(-config_of(CASE).vocab_size // 16) * 16
@@ -244,9 +248,9 @@ def test_megatron_core_predicts_further_tokens_as_transformers_does(tmp_path, mo
     }
     task |= {"padded_vocab": padded, "mtp_layers": depth, "ids": ids.tolist()}
     run_peer(tmp_path / "out", [{"name": "one", "layout": {}, "tasks": [task]}])
-    theirs = load_file(tmp_path / "out" / "one" / "logits.safetensors")["logits"]
+    megatron_logits = load_file(tmp_path / "out" / "one" / "logits.safetensors")["logits"]
 
-    # Of released models the class knows the number of the layer.
+    # The class ignores the MTP layers by index, and only for released models.
     patterns = [rf"model\.layers\.{layers + number}\..*" for number in range(depth)]
     monkeypatch.setattr(DeepseekV3ForCausalLM, "_keys_to_ignore_on_load_unexpected", patterns)
     model = DeepseekV3ForCausalLM.from_pretrained(tmp_path / "hf").eval()
@@ -254,19 +258,21 @@ def test_megatron_core_predicts_further_tokens_as_transformers_does(tmp_path, mo
     cache = MtpCache(config=model.config.get_mtp_config())
     with torch.no_grad():
         hidden = model.model(ids).last_hidden_state
-        ours = [model.lm_head(hidden)]
+        expected_logits = [model.lm_head(hidden)]
         for number in range(depth):
-            # Megatron rolls in a token that is none.
+            # Megatron shifts in a padding token at the end.
             shifted = torch.nn.functional.pad(ids, (0, number + 1))[:, number + 1 :]
             positions = torch.arange(12)[None].expand(2, -1) + number + 1
             hidden = drafting.forward_layer(number, hidden, positions, cache, input_ids=shifted)
-            ours.append(model.lm_head(hidden))
-    for number, logits in enumerate(ours):
-        torch.testing.assert_close(theirs[number][:, : 12 - number], logits[:, : 12 - number], rtol=1e-4, atol=1e-5)
-    assert (ours[1] - ours[2]).abs().max() > 0.01
+            expected_logits.append(model.lm_head(hidden))
+    for number, logits in enumerate(expected_logits):
+        torch.testing.assert_close(
+            megatron_logits[number][:, : 12 - number], logits[:, : 12 - number], rtol=1e-4, atol=1e-5
+        )
+    assert (expected_logits[1] - expected_logits[2]).abs().max() > 0.01
 
 
-def test_what_megatron_core_writes(root, tmp_path):
+def test_megatron_core_mtp_checkpoints_convert(root, tmp_path):
     tasks = [
         {
             "task": "save",

@@ -1,4 +1,4 @@
-"""Models of images and text through Megatron's formats and back, as a user converts them; and what must be refused."""
+"""Tests of vision-language models: round trips through Megatron's formats by the CLI, and rejected inputs."""
 
 import re
 import shutil
@@ -41,38 +41,38 @@ def command(*words: object, code: int = 0) -> str:
 
 @pytest.fixture(scope="module")
 def sources(tmp_path_factory) -> Path:
-    """A Hugging Face folder of every case."""
+    """Hugging Face folders of all cases."""
     root = tmp_path_factory.mktemp("multimodal")
     for case in MULTIMODAL:
         tiny_model(case, torch.bfloat16).save_pretrained(root / case, max_shard_size="100KB")
     return root
 
 
-def rank_files(folder: Path) -> dict[str, dict[str, torch.Tensor]]:
-    """What Megatron-LM would load on each rank."""
-    found = {}
+def load_rank_files(folder: Path) -> dict[str, dict[str, torch.Tensor]]:
+    """Returns the tensors that Megatron-LM would load on each rank."""
+    tensors_by_rank = {}
     for path in sorted(folder.glob("*/mp_rank_*/model_optim_rng.pt")):
         content = torch.load(path, weights_only=False)["model"]
-        found[path.parent.name] = {name: tensor for name, tensor in content.items() if tensor is not None}
-    return found
+        tensors_by_rank[path.parent.name] = {name: tensor for name, tensor in content.items() if tensor is not None}
+    return tensors_by_rank
 
 
 @pytest.mark.parametrize("case", MULTIMODAL)
-def test_every_layout_gives_back_the_bytes(case, sources, tmp_path):
+def test_every_layout_round_trips_bit_equal(case, sources, tmp_path):
     layouts = {**LAYOUTS, **(EXPERTS if "moe" in case else {})}
     for name, (to, *sizes) in layouts.items():
         command("convert", sources / case, tmp_path / name, "--to", to, *sizes, "--verify")
         command("convert", tmp_path / name, tmp_path / f"{name}-hf", "--to", "hf")
         assert_equal(sources / case, tmp_path / f"{name}-hf")
-        said = command("compare", sources / case, tmp_path / name)
-        assert " 0 different" in said
+        output = command("compare", sources / case, tmp_path / name)
+        assert " 0 different" in output
 
 
 @pytest.mark.parametrize("case", MULTIMODAL)
-def test_towers_lie_on_the_first_stage_full_or_split(case, sources, tmp_path):
+def test_encoder_weights_are_on_first_stage(case, sources, tmp_path):
     convert(sources / case, tmp_path / "one", "megatron_legacy")
     convert(sources / case, tmp_path / "four", "megatron_legacy", options=TargetOptions(tp_size=2, pp_size=2))
-    (one,), four = rank_files(tmp_path / "one").values(), rank_files(tmp_path / "four")
+    (one,), four = load_rank_files(tmp_path / "one").values(), load_rank_files(tmp_path / "four")
     encoder_weights = {name for name in one if is_encoder_weight(name)}
     assert encoder_weights
     for rank, tensors in four.items():
@@ -85,19 +85,19 @@ def test_towers_lie_on_the_first_stage_full_or_split(case, sources, tmp_path):
     replicated = case.startswith(("qwen2_5", "gemma3"))
     named = [name for name in encoder_weights if name.startswith(("visual.", "vision_tower."))]
     assert bool(named) is replicated
-    # Of a language model that is split over a pipeline, the last stage has the head, or a copy of tied embeddings.
+    # The last pipeline stage of the language model has the head, or a copy of the tied embeddings.
     assert "language_model.output_layer.weight" in four["mp_rank_00_001"]
     assert ("language_model.output_layer.weight" in one) is not config_of(case).tie_word_embeddings
 
 
 @pytest.mark.parametrize("case", MULTIMODAL)
-def test_torch_dist_stacks_what_megatron_stacks(case, sources, tmp_path):
+def test_torch_dist_stacks_layers_like_megatron(case, sources, tmp_path):
     convert(sources / case, tmp_path / "core", "megatron_core")
     with MegatronCoreReader(tmp_path / "core") as reader:
         stored = {name: tuple(entry.shape) for name, entry in reader._store.entries.items()}
     config, name = config_of(case), "language_model.decoder.layers.self_attention.linear_proj.weight"
     if "moe" in case:
-        # A list of which layers have experts has every block store its layers by themselves.
+        # With a per-layer list of experts (`moe_layer_freq`), every block stores its layers separately.
         assert name not in stored
         assert "vision_model.decoder.deepstack_merger_list.1.linear_fc1.weight" in stored
         assert "vision_model.decoder.layers.1.mlp.linear_fc1.weight" in stored
@@ -114,18 +114,18 @@ def test_torch_dist_stacks_what_megatron_stacks(case, sources, tmp_path):
 
 
 @pytest.mark.parametrize("case", ["qwen2_5_vl", "qwen3_vl", "llava", "gemma3_vl_tied"])
-def test_a_wrong_order_or_a_changed_tower_is_seen(case, sources, tmp_path, monkeypatch):
+def test_wrong_order_and_changed_encoder_are_detected(case, sources, tmp_path, monkeypatch):
     convert(sources / case, tmp_path / "core", "megatron_core")
     weights = tiny_model(case, torch.bfloat16)
     with torch.no_grad():
         name, tensor = next((n, p) for n, p in weights.named_parameters() if "language_model" not in n)
         tensor.view(-1)[0] += 1
     weights.save_pretrained(tmp_path / "other")
-    found = compare(tmp_path / "other", tmp_path / "core")
-    assert not found.equal
-    assert name in found.summary()
+    comparison = compare(tmp_path / "other", tmp_path / "core")
+    assert not comparison.equal
+    assert name in comparison.summary()
     command("compare", tmp_path / "other", tmp_path / "core", code=1)
-    # An order that is none: rows of query, key and value as transformers has them.
+    # Seeded fault: the rows of query, key and value stay in the order of transformers.
     from hf_megatron.conversion.megatron.rules import GroupedQKV
 
     monkeypatch.setattr(GroupedQKV, "to_megatron", lambda self, tensors, memory=None: [torch.cat(list(tensors))])
@@ -134,8 +134,8 @@ def test_a_wrong_order_or_a_changed_tower_is_seen(case, sources, tmp_path, monke
     assert not (tmp_path / "wrong").exists()
 
 
-def without(source: Path, target: Path, case: str, start: str) -> Path:
-    """A Megatron-Core checkpoint that lacks the tensors whose names begin so."""
+def write_without_tensors(source: Path, target: Path, case: str, start: str) -> Path:
+    """Copies a Megatron-Core checkpoint except for the tensors whose names begin with `start`."""
     with MegatronCoreReader(source) as reader:
         plan = {key: entry for key, entry in reader.entries.items() if not key.name.startswith(start)}
         assert len(plan) < len(reader.entries)
@@ -159,23 +159,23 @@ def without(source: Path, target: Path, case: str, start: str) -> Path:
         ("gemma3_vl_tied", "vision_tower.", r"has no vision_tower\.\*"),
     ],
 )
-def test_a_checkpoint_without_a_tower_is_refused(case, start, said, sources, tmp_path):
+def test_missing_encoder_is_rejected(case, start, said, sources, tmp_path):
     convert(sources / case, tmp_path / "core", "megatron_core")
-    part = without(tmp_path / "core", tmp_path / "part", case, start)
+    part = write_without_tensors(tmp_path / "core", tmp_path / "part", case, start)
     with pytest.raises(CheckpointError, match=said):
         convert(part, tmp_path / "out", "hf")
     assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("to", ["megatron_core", "megatron_legacy"])
-def test_a_text_model_is_none_of_images(to, sources, tmp_path):
+def test_text_and_vision_checkpoints_do_not_mix(to, sources, tmp_path):
     tiny_model("qwen2", torch.bfloat16).save_pretrained(tmp_path / "text")
     convert(tmp_path / "text", tmp_path / "core", to)
     (tmp_path / "core" / "config.json").unlink()
-    said = r"has no language_model\.\*, visual\.\*, .* the checkpoint of a text model"
-    with pytest.raises(CheckpointError, match=said):
+    message = r"has no language_model\.\*, visual\.\*, .* the checkpoint of a text model"
+    with pytest.raises(CheckpointError, match=message):
         convert(tmp_path / "core", tmp_path / "out", "hf", config=str(sources / "qwen2_5_vl"))
-    # And the other way round.
+    # A text config rejects a vision-language checkpoint too.
     convert(sources / "qwen2_5_vl", tmp_path / "images", to)
     with pytest.raises(
         CheckpointError, match=r"has language_model\.\*, visual\.\*, which the config does not describe"
@@ -184,27 +184,27 @@ def test_a_text_model_is_none_of_images(to, sources, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-def test_what_megatron_leaves_out_is_filled_and_said(sources, tmp_path):
-    """Megatron's CLIP has no norm behind the tower, and LLaVA does not read it."""
+def test_missing_unused_weights_are_filled_and_reported(sources, tmp_path):
+    """Megatron's CLIP has no norm after the vision encoder, and LLaVA does not use it."""
     convert(sources / "llava", tmp_path / "core", "megatron_core")
-    part = without(tmp_path / "core", tmp_path / "part", "llava", "vision_model.ln_post")
-    said = command("convert", part, tmp_path / "out", "--to", "hf")
-    assert "unused weights" in said
-    expected, found = tensors_of(sources / "llava"), tensors_of(tmp_path / "out")
-    differing = {name for name in expected if not torch.equal(expected[name], found[name])}
+    part = write_without_tensors(tmp_path / "core", tmp_path / "part", "llava", "vision_model.ln_post")
+    output = command("convert", part, tmp_path / "out", "--to", "hf")
+    assert "unused weights" in output
+    expected, tensors = tensors_of(sources / "llava"), tensors_of(tmp_path / "out")
+    differing = {name for name in expected if not torch.equal(expected[name], tensors[name])}
     assert {name.rpartition("post_layernorm.")[2] for name in differing} == {"weight", "bias"}
     for name in differing:
-        assert found[name].unique().tolist() == [1.0 if name.endswith("weight") else 0.0]
+        assert tensors[name].unique().tolist() == [1.0 if name.endswith("weight") else 0.0]
 
 
-def test_sizes_that_towers_do_not_divide_over(sources, tmp_path):
+def test_indivisible_encoder_sizes_are_rejected(sources, tmp_path):
     with pytest.raises(CheckpointError, match=r"num_attention_heads 4 is not divisible by tp_size 8"):
         convert(sources / "llava", tmp_path / "out", "megatron_core", options=TargetOptions(tp_size=8))
     model = tiny_model("llava")
     model.config.vision_config.num_attention_heads = 2
     model.save_pretrained(tmp_path / "few")
-    said = r"vision_config\.num_attention_heads 2 is not divisible by tp_size 4\. Valid sizes: 1, 2"
-    with pytest.raises(CheckpointError, match=said):
+    message = r"vision_config\.num_attention_heads 2 is not divisible by tp_size 4\. Valid sizes: 1, 2"
+    with pytest.raises(CheckpointError, match=message):
         convert(tmp_path / "few", tmp_path / "out", "megatron_core", options=TargetOptions(tp_size=4))
     assert not (tmp_path / "out").exists()
 
@@ -220,15 +220,15 @@ def test_sizes_that_towers_do_not_divide_over(sources, tmp_path):
         ),
     ],
 )
-def test_llava_of_other_parts_is_refused(change, said):
+def test_unsupported_llava_components_are_rejected(change, said):
     config = config_of("llava")
     change(config)
     with pytest.raises(UnsupportedError, match=re.escape(said)):
         check_config(config)
 
 
-def test_the_wrong_positions_are_seen(sources, tmp_path):
-    """Sections of rotary positions have no shape of their own."""
+def test_wrong_mrope_sections_are_rejected(sources, tmp_path):
+    """The sections of rotary positions change no tensor shape."""
     convert(sources / "qwen2_5_vl", tmp_path / "core", "megatron_core")
     config = config_of("qwen2_5_vl")
     config.text_config.rope_parameters["mrope_section"] = [4, 2, 2]
@@ -238,7 +238,7 @@ def test_the_wrong_positions_are_seen(sources, tmp_path):
         convert(tmp_path / "core", tmp_path / "out", "hf", config=str(tmp_path / "other"))
 
 
-def test_a_plan_says_what_becomes_of_towers(sources, tmp_path):
+def test_plan_reports_encoder_names_and_notes(sources, tmp_path):
     report = plan_conversion(sources / "qwen3_vl", tmp_path / "out", "megatron_core")
     names = {name: other for name, other, _ in report.rows}
     assert names["model.visual.merger.norm.weight"] == "vision_model.merger.patch_norm.weight"
@@ -250,7 +250,7 @@ def test_a_plan_says_what_becomes_of_towers(sources, tmp_path):
     assert any("vision_feature_layer=-2" in what for what in get_family(config).unstored(config))
 
 
-def loaded_logits(folder: Path) -> torch.Tensor:
+def compute_logits(folder: Path) -> torch.Tensor:
     from transformers import AutoModelForImageTextToText
 
     from hf_megatron import MegatronConfig
@@ -261,15 +261,15 @@ def loaded_logits(folder: Path) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("to", ["megatron_core", "megatron_legacy"])
-def test_from_pretrained_reads_them(sources, tmp_path, to):
+def test_from_pretrained_reads_vision_checkpoints(sources, tmp_path, to):
     from hf_megatron.core.fork_harness import run_ranks
 
     convert(sources / "qwen2_5_vl", tmp_path / "made", to)
-    (expected,), (found,) = (run_ranks(loaded_logits, 1, at) for at in (sources / "qwen2_5_vl", tmp_path / "made"))
-    assert torch.equal(expected, found)
+    (expected,), (logits,) = (run_ranks(compute_logits, 1, at) for at in (sources / "qwen2_5_vl", tmp_path / "made"))
+    assert torch.equal(expected, logits)
 
 
-def test_entries_are_weights_alone(sources, tmp_path):
+def test_entries_are_only_weights(sources, tmp_path):
     convert(sources / "qwen3_vl", tmp_path / "core", "megatron_core")
     with MegatronCoreReader(tmp_path / "core") as reader:
         assert {key.kind for key in reader.entries} == {WEIGHT}

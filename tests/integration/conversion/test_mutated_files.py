@@ -1,6 +1,4 @@
-"""A few cases of the campaign of damaged checkpoints (`tests.helpers.mutated_files`), and faults that it has to
-find.
-"""
+"""Tests of the campaign of damaged checkpoints (`tests.helpers.mutated_files`): a few cases, and seeded faults."""
 
 import json
 import shutil
@@ -21,20 +19,20 @@ def sources(tmp_path_factory):
     return make_checkpoints(tmp_path_factory.mktemp("made"))
 
 
-def test_damaged_files_are_refused_or_read_right(sources, tmp_path):
-    seen = set()
+def test_damaged_files_are_rejected_or_read_correctly(sources, tmp_path):
+    outcomes = set()
     for number in range(50):
         case, judgment, reason = run_case(SEED, number, sources, tmp_path)
         assert judgment not in FINDINGS, (number, case.what, judgment, reason)
-        seen |= {case.name, judgment}
-    assert seen == {*sources, "refused", "same", "followed"}
+        outcomes |= {case.name, judgment}
+    assert outcomes == {*sources, "refused", "same", "followed"}
 
 
 def nothing(*arguments):
     return None
 
 
-def test_checksums_that_are_not_compared_are_found(sources, tmp_path, monkeypatch):
+def test_campaign_detects_skipped_checksums(sources, tmp_path, monkeypatch):
     case = drawn(SEED, 437, sources, tmp_path / "source")
     assert case.covered
     assert outcome(case, sources[case.name], tmp_path / "source", tmp_path / "target")[0] == "refused"
@@ -43,8 +41,8 @@ def test_checksums_that_are_not_compared_are_found(sources, tmp_path, monkeypatc
 
 
 @pytest.mark.parametrize("name", ["megatron_core", "megatron_legacy"])
-def test_another_order_of_heads_is_found(sources, tmp_path, monkeypatch, name):
-    """Shapes stay, rows of query, key and value do not."""
+def test_campaign_detects_permuted_heads(sources, tmp_path, monkeypatch, name):
+    """The shapes stay the same, but the rows of query, key and value are permuted."""
     shutil.copytree(sources[name].folder, tmp_path / "source")
     path = tmp_path / "source" / "config.json"
     changed = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}
@@ -55,13 +53,13 @@ def test_another_order_of_heads_is_found(sources, tmp_path, monkeypatch, name):
     assert outcome(case, sources[name], tmp_path / "source", tmp_path / "target")[0] == "wrong"
 
 
-def test_a_reader_that_takes_one_tensor_for_another_is_found(sources, tmp_path, monkeypatch):
+def test_campaign_detects_swapped_tensors(sources, tmp_path, monkeypatch):
     read = SafetensorsFile.read
 
-    def exchanged(self, name, *memory):
+    def read_swapped_tensor(self, name, *memory):
         return read(self, name.replace("layers.1.input_layernorm", "layers.1.post_attention_layernorm"), *memory)
 
-    case, made = Case("hf_one", "nothing", False, "hf", False, False), sources["hf_one"]
-    assert outcome(case, made, made.folder, tmp_path / "right")[0] == "same"
-    monkeypatch.setattr(SafetensorsFile, "read", exchanged)
-    assert outcome(case, made, made.folder, tmp_path / "wrong")[0] == "wrong"
+    case, checkpoint = Case("hf_one", "nothing", False, "hf", False, False), sources["hf_one"]
+    assert outcome(case, checkpoint, checkpoint.folder, tmp_path / "right")[0] == "same"
+    monkeypatch.setattr(SafetensorsFile, "read", read_swapped_tensor)
+    assert outcome(case, checkpoint, checkpoint.folder, tmp_path / "wrong")[0] == "wrong"

@@ -1,4 +1,4 @@
-"""Checkpoints from elsewhere: what they say of themselves, against config and each other, and hostile files."""
+"""Tests of third-party checkpoints: metadata checked against configs and other metadata, and hostile files."""
 
 import json
 import os
@@ -37,7 +37,7 @@ MEGATRON = ("megatron_core", "megatron_legacy")
 
 
 def nested(depth: int = 60) -> bytes:
-    """Returns the operations that leave pairs of pairs of one object on the stack."""
+    """Returns the opcodes that leave nested pairs of one object on the stack."""
     return b"K\x01" + b"".join(b"q%ch%c\x86" % (level, level) for level in range(depth))
 
 
@@ -59,7 +59,7 @@ def llama(**changes) -> LlamaForCausalLM:
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory) -> Path:
-    """`hf`, and the same in each of Megatron's formats."""
+    """Folder with `hf` and its conversion to each of Megatron's formats."""
     place = tmp_path_factory.mktemp("strangers")
     llama().save_pretrained(place / "hf")
     for to in MEGATRON:
@@ -74,7 +74,7 @@ def with_config(folder: Path, target: Path, **changes) -> Path:
     return target
 
 
-# The same shapes, and another model each.
+# Config changes that keep all shapes, but define another model.
 OTHER_MODELS = {
     "num_attention_heads is 8, but 4": {"num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 16},
     "rotary_base": {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}},
@@ -84,8 +84,8 @@ OTHER_MODELS = {
 
 @pytest.mark.parametrize("to", MEGATRON)
 @pytest.mark.parametrize("named", OTHER_MODELS)
-def test_arguments_are_those_of_the_config(folders, tmp_path, to, named):
-    """A config of the same shapes would permute heads, or turn positions otherwise, in silence."""
+def test_arguments_must_match_config(folders, tmp_path, to, named):
+    """A config with the same shapes could silently permute heads or change the rotary positions."""
     source = with_config(folders / to, tmp_path / "source", **OTHER_MODELS[named])
     with pytest.raises(CheckpointError, match=named):
         convert(source, tmp_path / "hf", "hf")
@@ -93,8 +93,8 @@ def test_arguments_are_those_of_the_config(folders, tmp_path, to, named):
 
 
 @pytest.mark.parametrize("to", MEGATRON)
-def test_arguments_that_change_no_shape(folders, tmp_path, to):
-    """A Llama of norms around zero and interleaved positions has the tensors of another."""
+def test_shape_preserving_arguments_are_checked(folders, tmp_path, to):
+    """A Llama with zero-centered norms and interleaved rotary positions has the same tensors as one without."""
     source = tmp_path / "source"
     shutil.copytree(folders / to, source)
     for file in (*source.rglob("common.pt"), *source.rglob("model_optim_rng.pt")):
@@ -105,7 +105,7 @@ def test_arguments_that_change_no_shape(folders, tmp_path, to):
         convert(source, tmp_path / "hf", "hf", checksums=False)
 
 
-def test_all_that_differs_is_named(folders, tmp_path):
+def test_all_differences_are_reported(folders, tmp_path):
     source = with_config(folders / MEGATRON[0], tmp_path / "source", **OTHER_MODELS["num_attention_heads is 8, but 4"])
     with pytest.raises(CheckpointError) as raised:
         convert(source, tmp_path / "hf", "hf")
@@ -113,8 +113,8 @@ def test_all_that_differs_is_named(folders, tmp_path):
         assert name in str(raised.value)
 
 
-def test_what_arguments_leave_open():
-    """Megatron-LM's own defaults, and spellings of the same, are no difference."""
+def test_equivalent_arguments_are_accepted():
+    """Megatron-LM's defaults and other spellings of the same value are no difference."""
     dense = {"num_attention_heads": 4, "num_query_groups": 4, "position_embedding_type": "rope", "rotary_percent": 1.0}
     check_arguments({"group_query_attention": False, "num_query_groups": 1, "rotary_percent": None}, dense, "here")
     check_arguments({"max_position_embeddings": 5}, dense, "here")
@@ -134,8 +134,8 @@ def test_what_arguments_leave_open():
 
 
 @pytest.mark.parametrize("to", MEGATRON)
-def test_tokens_that_a_run_dropped_are_said(tmp_path, to):
-    """No config of transformers can say so: it would be refused for ever."""
+def test_token_dropping_is_reported(tmp_path, to):
+    """No transformers config can express token dropping, so it is reported and not rejected."""
     MixtralForCausalLM(MixtralConfig(**SIZES, num_local_experts=2, sliding_window=None)).save_pretrained(
         tmp_path / "hf"
     )
@@ -150,7 +150,7 @@ def test_tokens_that_a_run_dropped_are_said(tmp_path, to):
 
 
 @pytest.mark.parametrize(("name", "is_said"), [("gelu", True), ("silu", False)])
-def test_gates_that_arguments_cannot_name_are_said(tmp_path, name, is_said):
+def test_unnamed_gated_activations_are_reported(tmp_path, name, is_said):
     llama(hidden_act=name).save_pretrained(tmp_path / "hf")
     report = convert(tmp_path / "hf", tmp_path / "there", "megatron_core")
     assert any("a gated gelu; set gated_linear_unit" in note for note in report.notes) is is_said
@@ -159,19 +159,19 @@ def test_gates_that_arguments_cannot_name_are_said(tmp_path, name, is_said):
 @pytest.mark.parametrize(
     "change", [{"rms_norm_eps": 1e-2}, {"rope_parameters": {"rope_type": "default", "rope_theta": 9.0}}]
 )
-def test_verify_looks_at_both_configs(folders, tmp_path, change):
+def test_compare_checks_both_configs(folders, tmp_path, change):
     other = with_config(folders / "hf", tmp_path / "other", **change)
-    found = compare(folders / "hf", other, logits=True)
-    assert not found.equal and not found.different and found.logits
-    assert next(iter(change)) in found.summary()
+    comparison = compare(folders / "hf", other, logits=True)
+    assert not comparison.equal and not comparison.different and comparison.logits
+    assert next(iter(change)) in comparison.summary()
     assert compare(folders / "hf", folders / "hf", logits=True).equal
-    # One that is named stands for none that is there.
-    assert compare(folders / "hf", other, config=str(folders / "hf"), logits=True).summary() == found.summary()
+    # An explicit config does not replace an existing one.
+    assert compare(folders / "hf", other, config=str(folders / "hf"), logits=True).summary() == comparison.summary()
 
 
 @pytest.mark.parametrize("to", [*MEGATRON, "hf"])
-def test_configs_name_the_type_of_the_weights(folders, tmp_path, to):
-    """fp32 weights under a config of bf16 were rounded by the card's own command."""
+def test_written_config_has_weight_dtype(folders, tmp_path, to):
+    """Regression: the model card's own command rounded fp32 weights under a bf16 config."""
     source = with_config(folders / "hf", tmp_path / "source", dtype="bfloat16")
     convert(source, tmp_path / "there", to)
     assert json.loads((tmp_path / "there" / "config.json").read_text("utf-8"))["dtype"] == "float32"
@@ -184,8 +184,8 @@ NARROW = {"bf16": torch.bfloat16, "float8": torch.float8_e4m3fn}
 
 @pytest.mark.parametrize("narrow", NARROW)
 @pytest.mark.parametrize(("dtype", "written"), [("float32", "float32"), ("bfloat16", "bfloat16"), (None, "float32")])
-def test_weights_of_several_types_keep_the_type_of_the_config(folders, tmp_path, narrow, dtype, written):
-    """fp32 norms among narrower matrices were rounded by the type of the most entries."""
+def test_mixed_dtypes_keep_config_dtype(folders, tmp_path, narrow, dtype, written):
+    """Regression: fp32 norms among narrower matrices were rounded to the dtype of most elements."""
     source = with_config(folders / "hf", tmp_path / "source", dtype=dtype)
     weights = safetensors.torch.load_file(source / "model.safetensors")
     weights = {name: weight.to(NARROW[narrow]) if weight.dim() > 1 else weight for name, weight in weights.items()}
@@ -197,8 +197,8 @@ def test_weights_of_several_types_keep_the_type_of_the_config(folders, tmp_path,
         assert str(loaded.model.norm.weight.dtype) == f"torch.{written}"
 
 
-def test_adapters_are_said_to_be_left_out(folders, tmp_path):
-    """A config of an adapter without its weights made a folder that transformers cannot load."""
+def test_omitted_adapters_are_reported(folders, tmp_path):
+    """Regression: an adapter config without its weights made a folder that transformers cannot load."""
     source = tmp_path / "source"
     shutil.copytree(folders / "hf", source)
     safetensors.torch.save_file({"a": torch.ones(2)}, source / "adapter_model.safetensors")
@@ -209,7 +209,7 @@ def test_adapters_are_said_to_be_left_out(folders, tmp_path):
     LlamaForCausalLM.from_pretrained(tmp_path / "out")
 
 
-def test_names_of_files_are_shown_without_control_characters(folders, tmp_path):
+def test_file_names_are_sanitized(folders, tmp_path):
     source = tmp_path / "source"
     shutil.copytree(folders / "hf", source)
     (source / "adapter_\x1b[2Jmodel.bin").write_bytes(b"")
@@ -222,7 +222,7 @@ def test_names_of_files_are_shown_without_control_characters(folders, tmp_path):
 
 
 @pytest.mark.parametrize("to", MEGATRON)
-def test_checksums_hold_for_inner_folders(folders, tmp_path, to):
+def test_checksums_cover_inner_folders(folders, tmp_path, to):
     shutil.copytree(folders / to, tmp_path / "source")
     largest = max((tmp_path / "source").rglob("*"), key=lambda path: path.stat().st_size if path.is_file() else 0)
     content = bytearray(largest.read_bytes())
@@ -234,12 +234,12 @@ def test_checksums_hold_for_inner_folders(folders, tmp_path, to):
             convert(source, tmp_path / f"out{number}", "hf")
 
 
-def card_of(folder: Path) -> str:
+def read_card(folder: Path) -> str:
     return (folder / "README.md").read_text("utf-8")
 
 
 @pytest.mark.parametrize("trained", [True, False])
-def test_cards_are_true_after_any_chain(folders, tmp_path, trained):
+def test_cards_are_correct_after_conversion_chain(folders, tmp_path, trained):
     shutil.copytree(folders / "hf", tmp_path / "hf")
     if trained:
         facts = {"architecture": "LlamaForCausalLM", "model_type": "llama", "base_model": "tests/base", "steps": 1234}
@@ -247,7 +247,7 @@ def test_cards_are_true_after_any_chain(folders, tmp_path, trained):
     source = tmp_path / "hf"
     for number, to in enumerate(("megatron_core", "megatron_legacy", "sharded", "hf")):
         convert(source, tmp_path / str(number), to)
-        source, text = tmp_path / str(number), card_of(tmp_path / str(number))
+        source, text = tmp_path / str(number), read_card(tmp_path / str(number))
         assert text.count("## Conversion") == text.count("- from: ") == 1, text
         assert ("AutoModelForCausalLM.from_pretrained(folder)" in text) == (to == "hf")
         assert ("library_name: transformers" in text) == (not to.startswith("megatron"))
@@ -257,7 +257,7 @@ def test_cards_are_true_after_any_chain(folders, tmp_path, trained):
     assert "Megatron-Core" not in text and "legacy" not in text, "how the files were made two conversions ago"
 
 
-# What a config.json may hold where one line is to say so: values, and whole files.
+# Invalid values and contents of config.json that must be reported in one line.
 BAD_CONFIGS = [
     {"hidden_size": -5},
     {"hidden_size": "64"},
@@ -277,7 +277,7 @@ BAD_FILES = ["[]", "5", "{", "null", "", "[" * 100_000, '{"a":' * 100_000]
 
 
 @pytest.mark.parametrize("change", BAD_CONFIGS, ids=lambda change: "-".join(change))
-def test_bad_configs_are_one_line(folders, tmp_path, change):
+def test_invalid_configs_report_one_line(folders, tmp_path, change):
     source = with_config(folders / "hf", tmp_path / "source", **change)
     with pytest.raises(CheckpointError) as raised:
         convert(source, tmp_path / "out", "sharded")
@@ -285,7 +285,7 @@ def test_bad_configs_are_one_line(folders, tmp_path, change):
 
 
 @pytest.mark.parametrize("name", ["config.json", "model.safetensors.index.json", "conversion.json"])
-def test_files_that_are_no_tables_are_named(folders, tmp_path, name):
+def test_invalid_json_files_are_reported(folders, tmp_path, name):
     for number, content in enumerate(BAD_FILES):
         source = tmp_path / str(number)
         shutil.copytree(folders / "hf", source)
@@ -295,7 +295,7 @@ def test_files_that_are_no_tables_are_named(folders, tmp_path, name):
 
 
 @pytest.mark.parametrize("weight_map", [[], {"a": 5}, {"a": "../x"}, {"a": "\x1b[31m.safetensors"}])
-def test_bad_indexes_are_named(folders, tmp_path, weight_map):
+def test_invalid_indexes_are_reported(folders, tmp_path, weight_map):
     shutil.copytree(folders / "hf", tmp_path / "source")
     (tmp_path / "source" / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}), "utf-8")
     with pytest.raises(CheckpointError, match="model.safetensors.index.json") as raised:
@@ -303,22 +303,22 @@ def test_bad_indexes_are_named(folders, tmp_path, weight_map):
     assert "\x1b" not in str(raised.value)
 
 
-def old_file(content: object, path: Path) -> Path:
-    """Writes what torch did before 1.6."""
+def save_old_format(content: object, path: Path) -> Path:
+    """Saves in the format of torch before 1.6."""
     torch.save(content, path, _use_new_zipfile_serialization=False)
     return path
 
 
-def test_files_of_torch_before_1_6(folders, tmp_path):
+def test_pre_1_6_torch_files_are_read(folders, tmp_path):
     shutil.copytree(folders / "hf", tmp_path / "old")
     (tmp_path / "old" / "model.safetensors").unlink()
-    old_file(llama().state_dict(), tmp_path / "old" / "pytorch_model.bin")
+    save_old_format(llama().state_dict(), tmp_path / "old" / "pytorch_model.bin")
     convert(tmp_path / "old", tmp_path / "hf", "hf")
     assert compare(tmp_path / "hf", folders / "hf").equal
 
 
-def test_old_files_that_are_damaged(tmp_path):
-    good = old_file({"a": torch.arange(6.0), "b": torch.ones(2, 2)}, tmp_path / "good.bin").read_bytes()
+def test_damaged_old_files_are_rejected(tmp_path):
+    good = save_old_format({"a": torch.arange(6.0), "b": torch.ones(2, 2)}, tmp_path / "good.bin").read_bytes()
     assert PickledFile(tmp_path / "good.bin").read("a").tolist() == [0, 1, 2, 3, 4, 5]
     for length in range(0, len(good), 7):
         (tmp_path / "bad.bin").write_bytes(good[:length])
@@ -329,33 +329,33 @@ def test_old_files_that_are_damaged(tmp_path):
         PickledFile(tmp_path / "bad.bin")
 
 
-def pickled(body: bytes) -> bytes:
+def wrap_pickle(body: bytes) -> bytes:
     return b"\x80\x02" + body + b"."
 
 
-# In a kilobyte to a megabyte, what takes exponential time or gigabytes where it is taken at its word.
+# Small pickles that take exponential time or gigabytes of memory if they are loaded without limits.
 HOSTILE = {
-    "nested": pickled(nested()),
-    "nested_in_a_table": pickled(b"}X\x01\0\0\0a" + nested() + b"s"),
-    "nested_shape": pickled(
+    "nested": wrap_pickle(nested()),
+    "nested_in_a_table": wrap_pickle(b"}X\x01\0\0\0a" + nested() + b"s"),
+    "nested_shape": wrap_pickle(
         b"ctorch._utils\n_rebuild_tensor_v2\n((X\x07\0\0\0storagectorch\nFloatStorage\nX\x01\0\0\0aX\x03\0\0\0cpuK\x04tQK\0"
         + nested()
         + b"K\x01\x85\x89}tR"
     ),
-    "own_part": pickled(b"]q\x00h\x00a"),
-    "encoded_again": pickled(
+    "own_part": wrap_pickle(b"]q\x00h\x00a"),
+    "encoded_again": wrap_pickle(
         b"X" + (10**6).to_bytes(4, "little") + b"x" * 10**6 + b"q\0X\x06\0\0\0latin1q\x01c_codecs\nencode\nq\x02"
         b"](" + b"h\x02h\0h\x01\x86R" * 20_000 + b"e"
     ),
-    "sizes_again": pickled(
+    "sizes_again": wrap_pickle(
         b"(" + b"K\1" * 10**5 + b"tq\0\x85q\x01ctorch\nSize\nq\x02](" + b"h\x02h\x01R" * 50_000 + b"e"
     ),
-    "empty_tables": pickled(b"](" + b"}" * 2 * 10**7 + b"e"),
-    "long_key": pickled(b"(" + b"K\1" * 10**5 + b"tq\0}(" + b"h\0N" * 10**5 + b"u"),
+    "empty_tables": wrap_pickle(b"](" + b"}" * 2 * 10**7 + b"e"),
+    "long_key": wrap_pickle(b"(" + b"K\1" * 10**5 + b"tq\0}(" + b"h\0N" * 10**5 + b"u"),
 }
 
 
-def names_of_tensors():
+def get_allowed_names():
     from hf_megatron.conversion.torch_files.torch_save import OBJECTS, TENSORS, parse_storage
 
     return {**OBJECTS, **TENSORS}, parse_storage
@@ -363,14 +363,14 @@ def names_of_tensors():
 
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("name", HOSTILE)
-def test_pickles_that_hang_or_swell(name):
-    names, persistent = names_of_tensors()
+def test_hostile_pickles_are_rejected(name):
+    names, persistent = get_allowed_names()
     with pytest.raises(CheckpointError) as raised:
         unpickle(HOSTILE[name], "here", names, persistent)
     assert len(str(raised.value)) < 20_000
 
 
-def test_a_sign_that_is_changed_as_a_tensor_is_read_is_refused(tmp_path):
+def test_negative_bit_tensor_is_rejected(tmp_path):
     weight = torch.complex(torch.ones(4), -torch.ones(4)).conj().imag
     assert weight.is_neg()
     torch.save({"weight": weight}, tmp_path / "pytorch_model.bin")
@@ -378,7 +378,7 @@ def test_a_sign_that_is_changed_as_a_tensor_is_read_is_refused(tmp_path):
         read_saved(tmp_path / "pytorch_model.bin")
 
 
-def test_a_hostile_bin_is_refused(folders, tmp_path):
+def test_hostile_bin_is_rejected(folders, tmp_path):
     for number, body in enumerate((HOSTILE["nested_in_a_table"], HOSTILE["own_part"])):
         folder = tmp_path / str(number)
         shutil.copytree(folders / "hf", folder)
@@ -389,13 +389,13 @@ def test_a_hostile_bin_is_refused(folders, tmp_path):
             convert(folder, tmp_path / "out", "hf")
 
 
-def test_what_is_shared_as_torch_shares_it_is_read():
+def test_shared_objects_are_read():
     shared = {"dtype": "float32", "shape": (1, 2, 3)}
     value = {f"layer.{number}": shared for number in range(2000)}
     assert unpickle(pickle.dumps(value, 2), "here", {}) == value
 
 
-def test_messages_show_bounded_text_without_control_characters():
+def test_messages_are_bounded_and_printable():
     deep: object = 1
     for _ in range(60):
         deep = (deep, deep)
@@ -408,14 +408,14 @@ def test_messages_show_bounded_text_without_control_characters():
     assert str(pickle.loads(pickle.dumps(error))) == str(error)
 
 
-def test_logits_of_an_encoder_and_a_decoder(tmp_path):
+def test_encoder_decoder_logits_are_compared(tmp_path):
     config = T5Config(vocab_size=64, d_model=32, d_kv=8, d_ff=48, num_layers=1, num_heads=4, decoder_start_token_id=0)
     T5ForConditionalGeneration(config).save_pretrained(tmp_path)
-    found = compare(tmp_path, tmp_path, logits=True)
-    assert found.equal and found.logits == 0.0
+    comparison = compare(tmp_path, tmp_path, logits=True)
+    assert comparison.equal and comparison.logits == 0.0
 
 
-def test_a_card_with_unreadable_metadata_is_written_anew(folders, tmp_path):
+def test_card_with_invalid_metadata_is_rewritten(folders, tmp_path):
     source = tmp_path / "source"
     shutil.copytree(folders / "megatron_core", source)
     card = (source / "README.md").read_text("utf-8")
@@ -432,8 +432,8 @@ def add_weight(file: Path, tensors: dict[str, torch.Tensor]) -> None:
 
 
 @pytest.mark.parametrize("place", ["another file of the index", "a single file beside them"])
-def test_weights_that_two_files_have(folders, tmp_path, place):
-    """Loaders take the one that the index names, the last, or the file without an index."""
+def test_duplicate_weights_must_match(folders, tmp_path, place):
+    """Loaders use either the indexed copy, the last copy, or the file without an index."""
     model = LlamaForCausalLM.from_pretrained(folders / "hf")
     weight = model.get_parameter(NAME).detach()
     model.save_pretrained(tmp_path / "source", max_shard_size="20KB")
@@ -448,15 +448,15 @@ def test_weights_that_two_files_have(folders, tmp_path, place):
     assert compare(folders / "hf", tmp_path / "out").equal
     for wrong in (weight + 1, weight.half(), weight[:1]):
         add_weight(file, {NAME: wrong.contiguous()})
-        with pytest.raises(CheckpointError, match=f"{file.name}.* both have {NAME}, but") as seen:
+        with pytest.raises(CheckpointError, match=f"{file.name}.* both have {NAME}, but") as error_info:
             convert(tmp_path / "source", tmp_path / "wrong", "hf")
-        assert len(str(seen.value).splitlines()) == 1 and not (tmp_path / "wrong").exists()
+        assert len(str(error_info.value).splitlines()) == 1 and not (tmp_path / "wrong").exists()
 
 
-def test_a_tokenizer_that_does_not_go_along_is_said(folders, tmp_path):
-    """A folder without one was converted in silence."""
+def test_missing_tokenizer_is_reported(folders, tmp_path):
+    """Regression: a folder without a tokenizer was converted without a note."""
 
-    def notes(source: Path, **options) -> list[str]:
+    def get_tokenizer_notes(source: Path, **options) -> list[str]:
         target = tmp_path / f"out{len(list(tmp_path.iterdir()))}"
         command = ["convert", str(source), str(target), "--to", "hf", "--no-checksums"]
         for name, value in options.items():
@@ -465,39 +465,39 @@ def test_a_tokenizer_that_does_not_go_along_is_said(folders, tmp_path):
         assert result.exit_code == 0, result.output
         card = (target / "README.md").read_text()
         check_card(ModelCard(card))
-        said = [line for line in result.output.splitlines() if line.startswith("no tokenizer")]
-        assert all(line in card for line in said) and str(tmp_path) not in card
-        return said
+        tokenizer_notes = [line for line in result.output.splitlines() if line.startswith("no tokenizer")]
+        assert all(line in card for line in tokenizer_notes) and str(tmp_path) not in card
+        return tokenizer_notes
 
-    assert notes(folders / "hf") == []
+    assert get_tokenizer_notes(folders / "hf") == []
     source = with_config(folders / "hf", tmp_path / "source", tokenizer_class="SomeTokenizer")
-    assert notes(source) == [
+    assert get_tokenizer_notes(source) == [
         "no tokenizer is copied (the source names SomeTokenizer): there is none next to the config.json that was read"
     ]
     (source / "tokenizer.json").write_text("{}")
-    assert notes(source) == []
-    assert "tokenizer.json of the source" in notes(source, config=folders / "hf")[0]
+    assert get_tokenizer_notes(source) == []
+    assert "tokenizer.json of the source" in get_tokenizer_notes(source, config=folders / "hf")[0]
     for to in MEGATRON:
-        assert notes(folders / to) == []
+        assert get_tokenizer_notes(folders / to) == []
         megatron = tmp_path / to
         shutil.copytree(folders / to, megatron)
         for file in [*megatron.rglob("common.pt"), *megatron.rglob("model_optim_rng.pt")]:
             content = torch.load(file, weights_only=False)
             content["args"].tokenizer_type, content["args"].vocab_file = "NullTokenizer", None
             torch.save(content, file)
-        assert notes(megatron) == []
+        assert get_tokenizer_notes(megatron) == []
         for file in [*megatron.rglob("common.pt"), *megatron.rglob("model_optim_rng.pt")]:
             content = torch.load(file, weights_only=False)
             content["args"].tokenizer_model = str(tmp_path / "tokens" / "llama.model")
             torch.save(content, file)
-        assert "(the source names llama.model)" in notes(megatron)[0]
+        assert "(the source names llama.model)" in get_tokenizer_notes(megatron)[0]
         (megatron / "tokenizer.model").write_bytes(b"model")
-        assert notes(megatron) == []
+        assert get_tokenizer_notes(megatron) == []
 
 
 @pytest.mark.parametrize("name", ["manifest.json", "config.json", "model.safetensors.index.json"])
-def test_a_pipe_in_the_place_of_a_file_is_not_waited_for(folders, tmp_path, name):
-    """Whoever opens one waits until somebody writes to it."""
+def test_named_pipe_does_not_block(folders, tmp_path, name):
+    """Opening a named pipe blocks until another process writes to it."""
     source = tmp_path / "source"
     shutil.copytree(folders / "hf", source)
     if name == "manifest.json":
@@ -513,18 +513,18 @@ def test_a_pipe_in_the_place_of_a_file_is_not_waited_for(folders, tmp_path, name
         assert "CheckpointError" in done.stderr.splitlines()[-1], done.stderr
 
 
-def test_values_that_are_no_text_are_not_shown_in_full(folders, tmp_path):
+def test_non_text_values_are_truncated(folders, tmp_path):
     source = tmp_path / "source"
     shutil.copytree(folders / "megatron_core", source)
     (source / "conversion.json").unlink()
     next(source.rglob("metadata.json")).write_bytes(bytes(range(128, 256)) * 400)
-    with pytest.raises(CheckpointError, match="is not valid checkpoint metadata") as seen:
+    with pytest.raises(CheckpointError, match="is not valid checkpoint metadata") as error_info:
         convert(source, tmp_path / "out", "hf")
-    assert len(str(seen.value)) < 1000
+    assert len(str(error_info.value)) < 1000
 
 
-def test_copies_of_one_tensor_in_several_shards_are_compared(folders, tmp_path):
-    """What is not distributed is in every file; the last was taken."""
+def test_replicated_shard_tensors_are_compared(folders, tmp_path):
+    """Tensors that are not distributed are in every file; regression: the last copy was used unchecked."""
     weights = safetensors.torch.load_file(folders / "hf" / "model.safetensors")
     source = tmp_path / "source"
     source.mkdir()
@@ -539,51 +539,51 @@ def test_copies_of_one_tensor_in_several_shards_are_compared(folders, tmp_path):
     assert not (tmp_path / "wrong").exists()
 
 
-def with_one_hash(count: int) -> bytes:
-    """Returns the operations that push integers whose hashes are all 0, and nothing behind each."""
+def push_colliding_integers(count: int) -> bytes:
+    """Returns the opcodes that push integers whose hashes are all 0, each followed by None."""
     numbers = ((2**61 - 1) * number for number in range(1, count + 1))
     return b"".join(b"\x8b\x0c\0\0\0" + number.to_bytes(12, "little") + b"N" for number in numbers)
 
 
-def in_one_place(trailing: bytes = b"") -> bytes:
-    """Returns those that push numbers of one place in every table, each with something behind it."""
+def push_same_slot_integers(trailing: bytes = b"") -> bytes:
+    """Returns the opcodes that push integers of the same slot in every hash table, each followed by `trailing`."""
     numbers = (number << 40 for number in range(1, 60_001))
     return b"".join(b"\x8a\x08" + number.to_bytes(8, "little") + trailing for number in numbers)
 
 
 CHOSEN_KEYS = {
-    "one hash": b"}(" + with_one_hash(60_000) + b"u",
-    "one hash in tables of a few": b"](" + (b"}(" + with_one_hash(6000) + b"u") * 20 + b"e",
-    "one place": b"}(" + in_one_place(b"N") + b"u",
-    "one by one": b"}" + in_one_place(b"Ns"),
+    "one hash": b"}(" + push_colliding_integers(60_000) + b"u",
+    "one hash in tables of a few": b"](" + (b"}(" + push_colliding_integers(6000) + b"u") * 20 + b"e",
+    "one place": b"}(" + push_same_slot_integers(b"N") + b"u",
+    "one by one": b"}" + push_same_slot_integers(b"Ns"),
     "fractions": b"}(" + b"".join(b"G" + (number << 40).to_bytes(8, "big") + b"N" for number in range(60_000)) + b"u",
-    "pairs": b"}(" + in_one_place(b"N\x86N") + b"u",
-    "a set": b"\x8f(" + in_one_place() + b"\x90",
-    "a frozen set": b"(" + in_one_place() + b"\x91",
-    "a set that is called": b"cbuiltins\nset\n](" + in_one_place() + b"e\x85R",
-    "an ordered table": b"ccollections\nOrderedDict\n](" + in_one_place(b"N\x86") + b"e\x85R",
+    "pairs": b"}(" + push_same_slot_integers(b"N\x86N") + b"u",
+    "a set": b"\x8f(" + push_same_slot_integers() + b"\x90",
+    "a frozen set": b"(" + push_same_slot_integers() + b"\x91",
+    "a set that is called": b"cbuiltins\nset\n](" + push_same_slot_integers() + b"e\x85R",
+    "an ordered table": b"ccollections\nOrderedDict\n](" + push_same_slot_integers(b"N\x86") + b"e\x85R",
 }
 
 
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("name", CHOSEN_KEYS)
-def test_keys_whose_hashes_a_file_chooses_are_few(name):
-    """Each was compared with all others: a file of a megabyte took minutes, one of ten took days."""
-    names, persistent = names_of_tensors()
+def test_colliding_keys_are_limited(name):
+    """Regression: all keys were compared pairwise, so that 1 MB took minutes and 10 MB took days."""
+    names, persistent = get_allowed_names()
     with pytest.raises(CheckpointError, match="keys that are neither strings nor consecutive|bits as a dict key"):
-        unpickle(pickled(CHOSEN_KEYS[name]), "here", names, persistent)
+        unpickle(wrap_pickle(CHOSEN_KEYS[name]), "here", names, persistent)
 
 
-def test_keys_that_are_written_are_read():
-    """An optimizer's state counts its parameters, and a store has a record for each chunk."""
+def test_regular_keys_are_read():
+    """Optimizer state has one integer key per parameter, and a store has one record per chunk."""
     for content in (dict.fromkeys(range(50_000)), {f"a{number}": 1 for number in range(50_000)}):
         assert unpickle(pickle.dumps(content, 2), "here", {}) == content
     few = {number << 40: {-1: 1.5, (1, "a"): None} for number in range(2000)}
     assert unpickle(pickle.dumps(few, 2), "here", {}) == few
 
 
-def test_hostile_keys_are_refused_in_every_file(folders, tmp_path):
-    body = pickled(CHOSEN_KEYS["one hash"])
+def test_hostile_keys_are_rejected_in_every_file(folders, tmp_path):
+    body = wrap_pickle(CHOSEN_KEYS["one hash"])
     converted = tmp_path / "dcp"
     convert(folders / "hf", converted, "dcp")
     places = {
@@ -605,8 +605,8 @@ def test_hostile_keys_are_refused_in_every_file(folders, tmp_path):
             convert(source, tmp_path / "out", "sharded")
 
 
-def test_chunks_whose_hashes_a_store_chooses(folders, tmp_path):
-    """Offsets of one hash are as good as any where nothing is looked up by them."""
+def test_colliding_chunk_offsets_are_rejected(folders, tmp_path):
+    """Colliding chunk offsets are harmless for the reader, which looks nothing up by offset."""
     source = tmp_path / "source"
     convert(folders / "hf", source, "dcp")
     (source / "conversion.json").unlink()
@@ -622,8 +622,8 @@ def test_chunks_whose_hashes_a_store_chooses(folders, tmp_path):
         convert(source, tmp_path / "out", "hf")
 
 
-def with_arguments(folder: Path, target: Path, change) -> Path:
-    """Copies a checkpoint of Megatron, and changes what its files hold."""
+def copy_with_arguments(folder: Path, target: Path, change) -> Path:
+    """Copies a Megatron checkpoint and applies `change` to the content of its files."""
     shutil.copytree(folder, target)
     (target / "conversion.json").unlink()
     for file in (*target.rglob("common.pt"), *target.rglob("model_optim_rng.pt")):
@@ -634,10 +634,12 @@ def with_arguments(folder: Path, target: Path, change) -> Path:
 
 
 @pytest.mark.parametrize("to", MEGATRON)
-def test_arguments_that_are_none_are_refused_or_said(folders, tmp_path, to):
-    """Nothing was compared with the config then, and nobody was told."""
+def test_missing_arguments_are_rejected_or_reported(folders, tmp_path, to):
+    """Regression: such arguments were not compared with the config, without a note."""
     for number, args in enumerate(("a text", 5, [1], {}, {"num_layers": 2}, Path("/x"))):
-        source = with_arguments(folders / to, tmp_path / str(number), lambda found, args=args: found.update(args=args))
+        source = copy_with_arguments(
+            folders / to, tmp_path / str(number), lambda found, args=args: found.update(args=args)
+        )
         with pytest.raises(CheckpointError, match=r"\.pt: args is .*, expected a namespace with Megatron-LM's argum"):
             convert(source, tmp_path / "out", "hf")
     for name, change in (
@@ -645,13 +647,13 @@ def test_arguments_that_are_none_are_refused_or_said(folders, tmp_path, to):
         ("none", lambda found: found.update(args=None)),
         ("empty", lambda found: found.update(args=Namespace())),
     ):
-        source = with_arguments(folders / to, tmp_path / name, change)
+        source = copy_with_arguments(folders / to, tmp_path / name, change)
         report = convert(source, tmp_path / f"{name} out", "hf", verify=True)
         assert report.notes == ["the checkpoint has no Megatron arguments: only shapes were compared with the config"]
 
 
 @pytest.mark.parametrize("kind", ["pipe", "folder", "link"])
-def test_what_lies_in_the_place_of_arguments_is_said(folders, tmp_path, kind):
+def test_unexpected_argument_files_are_reported(folders, tmp_path, kind):
     source = tmp_path / "source"
     shutil.copytree(folders / "megatron_core", source)
     (source / "conversion.json").unlink()
@@ -662,7 +664,7 @@ def test_what_lies_in_the_place_of_arguments_is_said(folders, tmp_path, kind):
         convert(source, tmp_path / "out", "hf")
 
 
-OTHER_KINDS_OF_MODEL = {
+OTHER_MODEL_KINDS = {
     "num_experts": 4,
     "num_moe_experts": 4,
     "is_hybrid_model": True,
@@ -673,14 +675,14 @@ OTHER_KINDS_OF_MODEL = {
 
 
 @pytest.mark.parametrize("to", MEGATRON)
-def test_arguments_of_another_kind_of_model(folders, tmp_path, to):
-    for name, value in OTHER_KINDS_OF_MODEL.items():
+def test_arguments_for_other_model_kinds_are_rejected(folders, tmp_path, to):
+    for name, value in OTHER_MODEL_KINDS.items():
         change = {name: value}
-        source = with_arguments(
+        source = copy_with_arguments(
             folders / to, tmp_path / name, lambda found, change=change: vars(found["args"]).update(change)
         )
         with pytest.raises(CheckpointError, match=f"{name} is {str(value)[:1]}"):
             convert(source, tmp_path / "out", "hf")
     same = {"num_experts": None, "is_hybrid_model": False, "hybrid_attention_ratio": 0.0, "moe_layer_freq": 1}
-    source = with_arguments(folders / to, tmp_path / "same", lambda found: vars(found["args"]).update(same))
+    source = copy_with_arguments(folders / to, tmp_path / "same", lambda found: vars(found["args"]).update(same))
     assert convert(source, tmp_path / "out", "hf").notes == []

@@ -1,4 +1,4 @@
-"""LoRA adapters of PEFT as Megatron-Bridge stores them: what both add to a model's weights is the same."""
+"""Tests of PEFT LoRA adapters in Megatron-Bridge's format: both add the same deltas to the weights."""
 
 import json
 
@@ -44,7 +44,7 @@ def base(request, tmp_path_factory):
     return folder
 
 
-def adapter_of(base, folder, name="all"):
+def make_adapter(base, folder, name="all"):
     model = get_peft_model(AutoModelForCausalLM.from_pretrained(base), LoraConfig(r=4, lora_alpha=6, **SETTINGS[name]))
     draw_parameters(model, 1, trained_only=True)
     model.save_pretrained(folder)
@@ -58,7 +58,7 @@ def logits(base, adapter, dtype=torch.float32):
 
 
 def stored(folder):
-    """Tensors by name and layer, as torch's own reader finds them."""
+    """Returns the stored tensors by name, layers stacked, as torch's own reader loads them."""
     state = {
         name: torch.empty(entry.size, dtype=entry.properties.dtype)
         for name, entry in FileSystemReader(folder / "release").read_metadata().state_dict_metadata.items()
@@ -68,21 +68,21 @@ def stored(folder):
     return state
 
 
-def added(folder):
-    """What an adapter of Megatron-Bridge adds to Megatron's linears, by name and layer (its own formula)."""
+def compute_deltas(folder):
+    """Returns the deltas of a Megatron-Bridge adapter for Megatron's linears, computed by Megatron-Bridge's formula."""
     settings = yaml.safe_load((folder / "release/run_config.yaml").read_text())["peft"]
-    scale, found = settings["alpha"] / settings["dim"], {}
+    scale, deltas = settings["alpha"] / settings["dim"], {}
     for name, a in stored(folder).items():
         if not name.endswith(".linear_in.weight"):
             continue
         b = stored(folder)[name.replace("linear_in", "linear_out")]
         linear, _, part = name.removesuffix(".linear_in.weight").partition(".adapter")
-        found.setdefault(linear, {})[part.removeprefix(".")] = scale * (b @ a)
-    return found
+        deltas.setdefault(linear, {})[part.removeprefix(".")] = scale * (b @ a)
+    return deltas
 
 
-def together(parts):
-    """Rows of Megatron's packed linears from those of canonical adapters (`LoRALinearSplitQKV._interleave_qkv`)."""
+def pack_deltas(parts):
+    """Packs canonical adapters' deltas into Megatron's fused linears (`LoRALinearSplitQKV._interleave_qkv`)."""
     if "" in parts:
         return parts[""]
     if "adapter_gate" in parts:
@@ -97,8 +97,8 @@ def together(parts):
     return torch.cat(rows, -2)
 
 
-def difference(base, adapter, tmp_path, sabotage=None):
-    """Largest error of Megatron's base with what the adapter adds, beside the merged model in Megatron's format."""
+def measure_errors(base, adapter, tmp_path, sabotage=None):
+    """Returns the largest error of base weights plus deltas against the merged model, both in Megatron's format."""
     PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), adapter).merge_and_unload().save_pretrained(
         tmp_path / "merged"
     )
@@ -109,8 +109,8 @@ def difference(base, adapter, tmp_path, sabotage=None):
         for kind in ("bridge", "bridge_canonical"):
             convert_adapter(adapter, tmp_path / kind, kind, base)
             worst = 0.0
-            for linear, parts in added(tmp_path / kind).items():
-                for layer, delta in enumerate(together(parts)):
+            for linear, parts in compute_deltas(tmp_path / kind).items():
+                for layer, delta in enumerate(pack_deltas(parts)):
                     key = Key(WEIGHT, linear.replace("layers.", f"layers.{layer}.") + ".weight")
                     worst = max(worst, (before.read(key) + delta - after.read(key)).abs().max().item())
             errors[kind] = worst
@@ -118,31 +118,31 @@ def difference(base, adapter, tmp_path, sabotage=None):
 
 
 @pytest.mark.parametrize("name", ["all", "scales"])
-def test_bridge_adds_what_peft_adds(base, tmp_path, name):
-    errors = difference(base, adapter_of(base, tmp_path / "adapter", name), tmp_path)
+def test_bridge_deltas_match_peft(base, tmp_path, name):
+    errors = measure_errors(base, make_adapter(base, tmp_path / "adapter", name), tmp_path)
     assert errors.keys() == {"bridge", "bridge_canonical"} and max(errors.values()) < 1e-5
 
 
-def test_samples_of_another_order_are_found(base, tmp_path, monkeypatch):
-    def unordered(target, parts):
-        found = original(target, parts)
-        return factors_module.LowRank(found.a, found.b.flip(0), found.scale)
+def test_wrong_row_order_is_detected(base, tmp_path, monkeypatch):
+    def flip_output_rows(target, parts):
+        factors = original(target, parts)
+        return factors_module.LowRank(factors.a, factors.b.flip(0), factors.scale)
 
     original = factors_module._fused
-    monkeypatch.setattr(factors_module, "_fused", unordered)
-    assert difference(base, adapter_of(base, tmp_path / "adapter"), tmp_path)["bridge"] > 1e-2
+    monkeypatch.setattr(factors_module, "_fused", flip_output_rows)
+    assert measure_errors(base, make_adapter(base, tmp_path / "adapter"), tmp_path)["bridge"] > 1e-2
 
 
 @pytest.mark.parametrize("kind", ["bridge", "bridge_canonical"])
 @pytest.mark.parametrize("name", list(SETTINGS))
-def test_there_and_back(base, tmp_path, name, kind):
-    adapter = adapter_of(base, tmp_path / "adapter", name)
+def test_round_trip_preserves_logits(base, tmp_path, name, kind):
+    adapter = make_adapter(base, tmp_path / "adapter", name)
     written = convert_adapter(adapter, tmp_path / "there", kind, base)
     assert all(name.startswith("decoder.layers.") and ".adapter." in name for name in written)
     assert (tmp_path / "there/latest_checkpointed_iteration.txt").read_text() == "release"
     convert_adapter(tmp_path / "there", tmp_path / "back", "peft", base)
     expected = logits(base, adapter)
-    # Scales are multiplied in another order: as far from each other as single precision is from double.
+    # Scales are multiplied in another order: the tolerance is the rounding error of fp32 against fp64.
     rounding = (logits(base, adapter, torch.float64) - expected).norm()
     assert (logits(base, tmp_path / "back") - expected).norm() <= max(1e-5 * expected.norm(), 4 * rounding)
     if (name, kind) == ("all", "bridge_canonical"):
@@ -150,8 +150,8 @@ def test_there_and_back(base, tmp_path, name, kind):
         assert before.keys() == after.keys() and all(torch.equal(before[key], after[key]) for key in before)
 
 
-def test_the_command(base, tmp_path):
-    adapter = adapter_of(base, tmp_path / "adapter")
+def test_convert_adapter_command(base, tmp_path):
+    adapter = make_adapter(base, tmp_path / "adapter")
     words = ["convert-adapter", str(adapter), str(tmp_path / "out"), "--to", "bridge", "--base", str(base)]
     result = CliRunner().invoke(app, words)
     assert result.exit_code == 0 and "24 tensors" in result.output, result.output
@@ -167,8 +167,8 @@ def test_the_command(base, tmp_path):
     assert again.exit_code == 1 and "exists" in again.output
 
 
-def test_what_cannot_be_converted(base, tmp_path):
-    adapter = adapter_of(base, tmp_path / "adapter")
+def test_unsupported_adapters_are_rejected(base, tmp_path):
+    adapter = make_adapter(base, tmp_path / "adapter")
     with pytest.raises(ConfigError, match="to = 'nemo': valid are peft, bridge, bridge_canonical"):
         convert_adapter(adapter, tmp_path / "x", "nemo", base)
     with pytest.raises(

@@ -1,4 +1,4 @@
-"""Distributed checkpoints of torch under names of the model: those of torch, Accelerate and transformers."""
+"""Tests of torch distributed checkpoints (DCP) under model names, as torch, Accelerate and transformers write them."""
 
 from pathlib import Path
 
@@ -29,7 +29,7 @@ from tests.helpers.tiny_models import tiny_model
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 
-def adamw(model, groups: int = 2, lr: float = 1e-3) -> torch.optim.AdamW:
+def make_adamw(model, groups: int = 2, lr: float = 1e-3) -> torch.optim.AdamW:
     if groups == 1:
         return torch.optim.AdamW(model.parameters(), lr=lr)
     kinds = [[p for p in model.parameters() if (p.ndim > 1) == matrix] for matrix in (True, False)]
@@ -37,7 +37,7 @@ def adamw(model, groups: int = 2, lr: float = 1e-3) -> torch.optim.AdamW:
 
 
 def _train_and_save(folder: str) -> None:
-    """Every form that several ranks write, and what they should contain."""
+    """Saves every format that several ranks write, and the tensors that each should contain."""
     from transformers.distributed.checkpoint import _save_model_checkpoint_distributed, save_optimizer_distributed
 
     path = Path(folder)
@@ -46,7 +46,7 @@ def _train_and_save(folder: str) -> None:
     for layer in model.model.layers:
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
-    optimizer = adamw(model)
+    optimizer = make_adamw(model)
     ids = torch.arange(24)[None]
     for _ in range(2):
         model(ids, labels=ids).loss.backward()
@@ -82,17 +82,17 @@ def saved(tmp_path_factory) -> tuple[Path, dict[Key, torch.Tensor]]:
 @pytest.mark.parametrize(
     "form", ["plain", "accelerate", "accelerate/pytorch_model_fsdp_0", "together", "flat", "shards"]
 )
-def test_every_form_is_read(saved, form, named):
+def test_every_format_is_read(saved, form, named):
     folder, expected = saved
     with_moments = form in ("accelerate", "together", "flat")
     names = [key.name for key in expected if key.kind == WEIGHT]
     if form == "together" and not named:
-        # Nothing says that `rng` is no weight.
+        # Without the model's names, `rng` counts as a weight.
         names.append("rng")
     with DcpReader(folder / form, names if named else None) as reader:
-        wanted = [key for key in expected if with_moments or key.kind == WEIGHT]
-        assert {*wanted, *(Key(WEIGHT, name) for name in names)} == set(reader.entries)
-        for key in wanted:
+        expected_keys = [key for key in expected if with_moments or key.kind == WEIGHT]
+        assert {*expected_keys, *(Key(WEIGHT, name) for name in names)} == set(reader.entries)
+        for key in expected_keys:
             assert torch.equal(reader.read(key), expected[key]), key
         assert reader.optimizer_unsupported_reason is None
         if not with_moments:
@@ -103,7 +103,7 @@ def test_every_form_is_read(saved, form, named):
         assert [group["weight_decay"] for group in reader.optimizer.hyperparameters] in ([0.1, 0.0], [0.0, 0.1])
 
 
-def test_names_that_do_not_fit(saved):
+def test_mismatched_names_are_rejected(saved):
     folder, expected = saved
     names = [key.name for key in expected if key.kind == WEIGHT]
     with pytest.raises(CheckpointError, match=r"k_proj\.weight, which the model does not have"):
@@ -119,29 +119,29 @@ def test_tied_weights(tmp_path):
     state = dict(model.state_dict())
     state["head"] = state["model.embed_tokens.weight"]
 
-    def first(name):
+    def resolve_tied_name(name):
         return "model.embed_tokens.weight" if name == "head" else name
 
     dcp.save(state, checkpoint_id=tmp_path / "a", no_dist=True)
     names = list(model.state_dict())
-    reader = DcpReader(tmp_path / "a", names, first)
+    reader = DcpReader(tmp_path / "a", names, resolve_tied_name)
     assert {key.name for key in reader.entries} == set(names)
     assert torch.equal(reader.read(Key(WEIGHT, "model.embed_tokens.weight")), state["head"])
     state["head"] = state["head"] + 1
     dcp.save(state, checkpoint_id=tmp_path / "b", no_dist=True)
     with pytest.raises(CheckpointError, match="differ"):
-        DcpReader(tmp_path / "b", names, first).read(Key(WEIGHT, "model.embed_tokens.weight"))
+        DcpReader(tmp_path / "b", names, resolve_tied_name).read(Key(WEIGHT, "model.embed_tokens.weight"))
     del state["model.embed_tokens.weight"]
     dcp.save(state, checkpoint_id=tmp_path / "c", no_dist=True)
-    reader = DcpReader(tmp_path / "c", names, first)
+    reader = DcpReader(tmp_path / "c", names, resolve_tied_name)
     assert torch.equal(reader.read(Key(WEIGHT, "model.embed_tokens.weight")), state["head"])
 
 
-def test_optimizers_that_are_not_read(tmp_path):
+def test_unsupported_optimizers_are_reported(tmp_path):
     model = tiny_model("llama")
     names = list(model.state_dict())
 
-    def refusal(name, optimizer, edit=None):
+    def get_unsupported_reason(name, optimizer, edit=None):
         model(torch.arange(8)[None], labels=torch.arange(8)[None]).loss.backward()
         optimizer.step()
         state = {"model": model.state_dict(), "optimizer": get_optimizer_state_dict(model, optimizer)}
@@ -152,11 +152,13 @@ def test_optimizers_that_are_not_read(tmp_path):
         assert {key.kind for key in reader.entries} == {WEIGHT}
         return str(reader.optimizer_unsupported_reason)
 
-    assert "momentum_buffer" in refusal("sgd", torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
-    assert "max_exp_avg_sq" in refusal("amsgrad", torch.optim.AdamW(model.parameters(), amsgrad=True))
+    assert "momentum_buffer" in get_unsupported_reason("sgd", torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
+    assert "max_exp_avg_sq" in get_unsupported_reason("amsgrad", torch.optim.AdamW(model.parameters(), amsgrad=True))
     norm = "model.norm.weight"
-    assert "step counts" in refusal("steps", adamw(model), lambda state: state[norm]["step"].add_(1))
-    assert norm in refusal("half", adamw(model), lambda state: state[norm].pop("exp_avg"))
+    assert "step counts" in get_unsupported_reason(
+        "steps", make_adamw(model), lambda state: state[norm]["step"].add_(1)
+    )
+    assert norm in get_unsupported_reason("half", make_adamw(model), lambda state: state[norm].pop("exp_avg"))
 
 
 def write(folder: Path, tensors: dict[Key, torch.Tensor], optimizer: OptimizerState | None) -> None:
@@ -179,26 +181,26 @@ def _load(folder: str) -> None:
 
     def check(optimizer, decays):
         for name, parameter in model.named_parameters():
-            found = optimizer.state[parameter]
+            moments = optimizer.state[parameter]
             assert torch.equal(parameter.full_tensor(), expected[Key(WEIGHT, name)])
-            assert torch.equal(found["exp_avg"].full_tensor(), expected[Key(EXP_AVG, name)])
-            assert torch.equal(found["exp_avg_sq"].full_tensor(), expected[Key(EXP_AVG_SQ, name)])
-            assert found["step"] == 2
+            assert torch.equal(moments["exp_avg"].full_tensor(), expected[Key(EXP_AVG, name)])
+            assert torch.equal(moments["exp_avg_sq"].full_tensor(), expected[Key(EXP_AVG_SQ, name)])
+            assert moments["step"] == 2
         assert [group["weight_decay"] for group in optimizer.param_groups] == decays
         assert {group["lr"] for group in optimizer.param_groups} == {1e-3}
 
-    optimizer = adamw(model, lr=0.5)
+    optimizer = make_adamw(model, lr=0.5)
     load_optimizer_distributed(model, optimizer, f"{folder}/written")
     check(optimizer, [0.1, 0.0])
-    # As Accelerate's load_fsdp_optimizer does.
-    optimizer = adamw(model, lr=0.5)
+    # The steps of Accelerate's load_fsdp_optimizer.
+    optimizer = make_adamw(model, lr=0.5)
     nested = {"optimizer": get_optimizer_state_dict(model, optimizer)}
     dcp.load(nested, checkpoint_id=f"{folder}/written")
     set_optimizer_state_dict(model, optimizer, nested["optimizer"])
     check(optimizer, [0.1, 0.0])
 
 
-def test_ranks_load_what_is_written(saved):
+def test_ranks_load_written_checkpoint(saved):
     folder, expected = saved
     with DcpReader(folder / "accelerate", [key.name for key in expected if key.kind == WEIGHT]) as reader:
         write(folder / "written", {key: reader.read(key) for key in reader.entries}, reader.optimizer)
@@ -207,7 +209,7 @@ def test_ranks_load_what_is_written(saved):
     run_ranks(_load, 2, str(folder))
 
 
-def test_what_has_no_place(tmp_path):
+def test_unsupported_tensors_are_rejected(tmp_path):
     weight, moment = torch.zeros(3), torch.zeros(3)
     state = OptimizerState(1)
     with pytest.raises(CheckpointError, match="main_weight"):
@@ -219,7 +221,7 @@ def test_what_has_no_place(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_from_pretrained_reads_a_written_shard(tmp_path):
+def test_from_pretrained_reads_written_shards(tmp_path):
     model = tiny_model("qwen3_moe")
     tensors = {Key(WEIGHT, name): tensor for name, tensor in model.state_dict().items()}
     with Output(tmp_path / "out") as output:
@@ -235,7 +237,7 @@ def test_from_pretrained_reads_a_written_shard(tmp_path):
         assert torch.equal(folder.read(key.name), tensor)
 
 
-def test_damaged_shards(saved, tmp_path):
+def test_damaged_shards_are_rejected(saved, tmp_path):
     import shutil
 
     folder, _ = saved
@@ -248,5 +250,5 @@ def test_damaged_shards(saved, tmp_path):
         with pytest.raises(CheckpointError, match="shard"):
             DcpReader(tmp_path / "shards")
     second.unlink()
-    # A lost file shows in what the model needs, not in what is there.
+    # A missing file shows only when compared with the model's names, not in the remaining files.
     assert DcpReader(tmp_path / "shards").entries != DcpReader(folder / "shards").entries

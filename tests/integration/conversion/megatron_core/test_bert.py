@@ -1,4 +1,4 @@
-"""megatron-core's BertModel computes the logits of transformers from what was converted, older checkpoints included."""
+"""Tests of BERT conversion: megatron-core's BertModel matches transformers' logits, from older checkpoints too."""
 
 import subprocess
 import sys
@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[4]
 
 
 @pytest.mark.parametrize("tp", [1, 2])
-def test_megatron_core_computes_the_same_logits(tmp_path, tp):
+def test_logits_match_megatron_core(tmp_path, tp):
     model, hf = tiny_model("megatron_bert"), tmp_path / "hf"
     model.save_pretrained(hf)
     ids = torch.randint(0, VOCABULARY, (2, 24), generator=torch.Generator().manual_seed(1))
@@ -31,11 +31,11 @@ def test_megatron_core_computes_the_same_logits(tmp_path, tp):
     command = [sys.executable, "-m", "tests.megatron_peer.bert", str(hf), str(tmp_path / "out"), str(tp), *folders]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=500, check=False)
     assert result.returncode == 0, result.stderr[-4000:]
-    found = load_file(tmp_path / "out")
+    outputs = load_file(tmp_path / "out")
     with torch.no_grad():
         expected = model(ids, token_type_ids=types)
     for index in range(len(folders)):
-        head = found[f"{index}.head"][..., :VOCABULARY]
+        head = outputs[f"{index}.head"][..., :VOCABULARY]
         assert (head - expected.prediction_logits).abs().max() < 1e-6
         assert torch.equal(head.argmax(-1), expected.prediction_logits.argmax(-1))
-        assert (found[f"{index}.binary_head"] - expected.seq_relationship_logits).abs().max() < 1e-6
+        assert (outputs[f"{index}.binary_head"] - expected.seq_relationship_logits).abs().max() < 1e-6

@@ -1,4 +1,4 @@
-"""The files of `torch_dist`: what is written, what is refused, and forms that megatron-core writes seldom."""
+"""Tests of `torch_dist` files: written contents, rejected files, and layouts that megatron-core rarely writes."""
 
 import argparse
 import os
@@ -29,7 +29,7 @@ from hf_megatron.core.io.safetensors import TensorMeta
 MODEL = MegatronModel({"num_layers": 2}, gated=True)
 
 
-def weights(dtype=torch.bfloat16) -> dict[Key, torch.Tensor]:
+def make_weights(dtype=torch.bfloat16) -> dict[Key, torch.Tensor]:
     shapes = {"embedding.word_embeddings.weight": (32, 8), "decoder.final_layernorm.weight": (8,)}
     for layer in range(2):
         shapes[f"decoder.layers.{layer}.self_attention.linear_qkv.weight"] = (16, 8)
@@ -49,8 +49,8 @@ def write(folder: Path, tensors: dict[Key, torch.Tensor], model=MODEL, iteration
     return folder
 
 
-def test_weights_alone_are_a_release(tmp_path):
-    tensors = weights()
+def test_weights_only_checkpoint_is_release(tmp_path):
+    tensors = make_weights()
     folder = write(tmp_path / "out", tensors)
     assert (folder / "latest_checkpointed_iteration.txt").read_text() == "release"
     assert sorted(os.listdir(folder / "release")) == [".metadata", "__0_0.distcp", "common.pt", "metadata.json"]
@@ -71,30 +71,30 @@ def test_weights_alone_are_a_release(tmp_path):
     assert store.read_object("decoder.final_layernorm._extra_state/shard_0_1") == [None]
     common = torch.load(folder / "release" / "common.pt", weights_only=False)
     assert isinstance(common["args"], argparse.Namespace)
-    # Both places of the common state say the same.
+    # Both copies of the common state are equal.
     (folder / "release" / "common.pt").unlink()
     assert MegatronCoreReader(folder).arguments == reader.arguments
 
 
-def test_layers_that_differ_have_keys_of_their_own(tmp_path):
-    tensors = weights()
+def test_heterogeneous_layers_have_separate_keys(tmp_path):
+    tensors = make_weights()
     frequency = MegatronModel({"num_layers": 2, "moe_layer_freq": [1, 1]}, gated=True)
     tall = dict(tensors)
     tall[Key(WEIGHT, "decoder.layers.1.self_attention.linear_qkv.weight")] = torch.randn(20, 8).bfloat16()
-    for name, found, model in (("a", tensors, frequency), ("b", tall, MODEL)):
-        folder = write(tmp_path / name, found, model)
+    for name, layer_tensors, model in (("a", tensors, frequency), ("b", tall, MODEL)):
+        folder = write(tmp_path / name, layer_tensors, model)
         store = StoreReader(folder / "release")
         assert "decoder.layers.1.self_attention.linear_qkv._extra_state/shard_0_1" in store.objects
         assert "decoder.layers.1.mlp.experts.experts.linear_fc1._extra_state/shard_3_4" in store.objects
         assert store.read_object("common_state/shard_0_1")[0]["content_metadata"]["non_homogeneous_layers"]
         reader = MegatronCoreReader(folder)
-        for key, tensor in found.items():
+        for key, tensor in layer_tensors.items():
             assert torch.equal(reader.read(key), tensor)
 
 
 @pytest.mark.parametrize("kind", [WEIGHT, EXP_AVG])
-def test_halves_and_experts_of_their_own(tmp_path, kind):
-    """`singleton_local_shards` (transformer/mlp.py, transformer/moe/experts.py)."""
+def test_separate_halves_and_experts_are_merged(tmp_path, kind):
+    """Covers `singleton_local_shards` (transformer/mlp.py, transformer/moe/experts.py)."""
     gate, up, bias = torch.randn(6, 8), torch.randn(6, 8), torch.randn(2, 6)
     experts = torch.randn(3, 2, 5, 8)
     with Output(tmp_path / "s") as output:
@@ -119,20 +119,24 @@ def test_halves_and_experts_of_their_own(tmp_path, kind):
         return
     assert torch.equal(reader.read(Key(WEIGHT, "decoder.layers.0.mlp.linear_fc1.weight")), torch.cat([gate, up]))
     assert torch.equal(reader.read(Key(WEIGHT, "decoder.layers.1.mlp.linear_fc1.bias")), bias.flatten())
-    found = reader.read(Key(WEIGHT, "decoder.layers.1.mlp.experts.experts.linear_fc1.weight"))
-    assert torch.equal(found, experts.flatten(1, 2))
+    fc1 = reader.read(Key(WEIGHT, "decoder.layers.1.mlp.experts.experts.linear_fc1.weight"))
+    assert torch.equal(fc1, experts.flatten(1, 2))
 
 
-def test_plans_that_do_not_fit_the_model(tmp_path):
+def test_mismatched_plans_are_rejected(tmp_path):
     with pytest.raises(CheckpointError, match="3 layers"):
-        write(tmp_path / "a", weights(), MegatronModel({"num_layers": 3}, gated=True))
+        write(tmp_path / "a", make_weights(), MegatronModel({"num_layers": 3}, gated=True))
     with pytest.raises(CheckpointError, match="argument activation"):
-        write(tmp_path / "b", weights(), MegatronModel({"num_layers": 2, "activation": torch.nn.functional.silu}, True))
+        write(
+            tmp_path / "b",
+            make_weights(),
+            MegatronModel({"num_layers": 2, "activation": torch.nn.functional.silu}, True),
+        )
     assert not os.listdir(tmp_path)
 
 
-def test_groups_of_other_optimizers(tmp_path):
-    tensors = weights(torch.float32)
+def test_torch_param_groups_are_converted(tmp_path):
+    tensors = make_weights(torch.float32)
     for key in list(tensors):
         tensors |= {Key(kind, key.name): torch.rand_like(tensors[key]) for kind in (MAIN_WEIGHT, EXP_AVG, EXP_AVG_SQ)}
     torch_groups = ({"lr": 2e-4, "weight_decay": 0.1, "betas": (0.9, 0.95)}, {"lr": 2e-4, "weight_decay": 0.0})
@@ -153,10 +157,10 @@ def test_groups_of_other_optimizers(tmp_path):
     assert os.listdir(tmp_path) == ["out"]
 
 
-def test_what_is_refused(tmp_path):
-    folder = write(tmp_path / "out", weights())
+def test_damaged_and_hostile_files_are_rejected(tmp_path):
+    folder = write(tmp_path / "out", make_weights())
 
-    def refused(*needles: str) -> None:
+    def assert_rejected(*needles: str) -> None:
         with pytest.raises(CheckpointError) as caught:
             reader = MegatronCoreReader(folder)
             for key in reader.entries:
@@ -167,9 +171,9 @@ def test_what_is_refused(tmp_path):
     release, tracker = folder / "release", folder / "latest_checkpointed_iteration.txt"
     for text in ("../elsewhere", "", "-1", "release/../..", "1" * 50):
         tracker.write_text(text)
-        refused(str(tracker))
+        assert_rejected(str(tracker))
     tracker.write_text("3")
-    refused("iter_0000003")
+    assert_rejected("iter_0000003")
     tracker.write_text("release")
     config = (release / "metadata.json").read_text()
     for text, needle in (
@@ -180,9 +184,9 @@ def test_what_is_refused(tmp_path):
         ('{"sharded_backend": "fsdp_dtensor"}', "checkpoint_inspector.py"),
     ):
         (release / "metadata.json").write_text(text)
-        refused(needle)
+        assert_rejected(needle)
     (release / "metadata.json").unlink()
-    refused("checkpoint_inspector.py")
+    assert_rejected("checkpoint_inspector.py")
     (release / "metadata.json").write_text(config)
 
     canary = tmp_path / "canary"
@@ -194,12 +198,12 @@ def test_what_is_refused(tmp_path):
     common = (release / "common.pt").read_bytes()
     for content in ({"args": Bomb()}, [Bomb()], {"optimizer": {0: Bomb()}}, {"args": transformers.LlamaConfig()}):
         torch.save(content, release / "common.pt")
-        refused(str(release / "common.pt"), "transformers" if "Llama" in repr(content) else "system")
+        assert_rejected(str(release / "common.pt"), "transformers" if "Llama" in repr(content) else "system")
     torch.save([1], release / "common.pt")
-    refused("common state")
+    assert_rejected("common state")
     for end in (0, 100, len(common) - 30):
         (release / "common.pt").write_bytes(common[:end])
-        refused(str(release / "common.pt"))
+        assert_rejected(str(release / "common.pt"))
     (release / "common.pt").write_bytes(common)
     path = release / ".metadata"
     metadata = pickle.loads(path.read_bytes())

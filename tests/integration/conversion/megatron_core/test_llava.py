@@ -1,4 +1,4 @@
-"""megatron-core's LLaVAModel computes the logits of transformers for images and text from what was converted."""
+"""Tests of LLaVA conversion: megatron-core's LLaVAModel matches the logits of transformers for images and text."""
 
 import subprocess
 import sys
@@ -15,20 +15,20 @@ ROOT = Path(__file__).parents[4]
 
 
 @pytest.mark.parametrize(("case", "tp"), [("llava", 1), ("llava", 2), ("llava_tied", 2)])
-def test_megatron_core_computes_the_same_logits(tmp_path, case, tp):
+def test_logits_match_megatron_core(tmp_path, case, tp):
     model, hf = tiny_model(case), tmp_path / "hf"
     model.save_pretrained(hf)
     generator = torch.Generator().manual_seed(1)
     image, patches = model.config.image_token_id, model.config.image_seq_length
     before, after = (torch.randint(10, VOCABULARY, (1, length), generator=generator) for length in (5, 11))
     pixels = torch.randn(1, 3, 8, 8, generator=generator)
-    # LLaVAModel puts an image in the place of one token, transformers in that of as many as it has patches.
+    # LLaVAModel replaces one token by an image; transformers replaces one token per patch.
     ids, spread = (
         torch.cat([before, torch.full((1, length), image), after], 1).contiguous() for length in (1, patches)
     )
     save_file({"ids": ids, "pixels": pixels}, hf / "inputs.safetensors")
     convert(hf, tmp_path / "core", "megatron_core", options=TargetOptions(tp_size=tp))
-    # The seeded fault: the first layer's queries of the tower in another order.
+    # Seeded fault: the query rows of the vision encoder's first layer in another order.
     with torch.no_grad():
         weight = model.model.vision_tower.encoder.layers[0].self_attn.q_proj.weight
         weight.copy_(weight.roll(weight.shape[0] // 2, 0))
@@ -39,9 +39,9 @@ def test_megatron_core_computes_the_same_logits(tmp_path, case, tp):
     command = [sys.executable, "-m", "tests.megatron_peer.llava", str(hf), str(tmp_path / "out"), str(tp), *folders]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=500, check=False)
     assert result.returncode == 0, result.stderr[-4000:]
-    found = load_file(tmp_path / "out")
+    outputs = load_file(tmp_path / "out")
     with torch.no_grad():
         expected = model(input_ids=spread, pixel_values=pixels).logits
-    difference = (found["0"][..., :VOCABULARY] - expected).abs().max()
+    difference = (outputs["0"][..., :VOCABULARY] - expected).abs().max()
     assert difference < 2e-6, difference
-    assert (found["1"][..., :VOCABULARY] - expected).abs().max() > 1e-4
+    assert (outputs["1"][..., :VOCABULARY] - expected).abs().max() > 1e-4

@@ -1,6 +1,6 @@
-"""megatron-core's MambaModel computes what transformers' Mamba2 and Nemotron-H do, and what it saves comes back.
+"""Tests of Mamba2 and Nemotron-H conversion: MambaModel matches transformers' logits, and its saves convert back.
 
-Its mixer runs on a definition of mamba_ssm's kernels in torch (`tests/megatron_peer/state_space.py`).
+Its mixer runs on a torch definition of mamba_ssm's kernels (`tests/megatron_peer/state_space.py`).
 """
 
 import subprocess
@@ -17,14 +17,14 @@ from hf_megatron.conversion import TargetOptions, convert
 from tests.helpers.tiny_models import VOCABULARY, tiny_model
 
 ROOT = Path(__file__).parents[4]
-# Of the first layer of the Nemotron-H twin: z, x, B, C, dt.
+# Block sizes in the first layer of the tiny Nemotron-H model.
 BLOCKS = {"z": 128, "x": 128, "B": 32, "C": 32, "dt": 8}
 
 
 @pytest.mark.parametrize("layout", ["1", "2", "1x2"])
 @pytest.mark.parametrize("case", ["nemotron_h", "mamba2_tied", "mamba2"])
-def test_megatron_core_computes_the_same_logits(tmp_path, case, layout):
-    """On tensor-parallel ranks, or on these and stages of a pipeline."""
+def test_logits_match_megatron_core(tmp_path, case, layout):
+    """Covers tensor-parallel ranks, with and without pipeline stages."""
     tp, pp = (int(layout[0]), int(layout[-1]) if "x" in layout else 1)
     model, hf = tiny_model(case), tmp_path / "hf"
     model.save_pretrained(hf)
@@ -36,11 +36,11 @@ def test_megatron_core_computes_the_same_logits(tmp_path, case, layout):
     command = [sys.executable, "-m", "tests.megatron_peer.mamba", str(hf), str(tmp_path / "out"), layout, *folders]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=500, check=False)
     assert result.returncode == 0, result.stderr[-4000:]
-    found = load_file(tmp_path / "out")
+    outputs = load_file(tmp_path / "out")
     with torch.no_grad():
         expected = model(ids).logits
     for index in range(len(folders)):
-        logits = found[str(index)][..., :VOCABULARY]
+        logits = outputs[str(index)][..., :VOCABULARY]
         assert (logits - expected).abs().max() < 1e-6 * max(1.0, float(expected.abs().max()))
         assert torch.equal(logits.argmax(-1), expected.argmax(-1))
     before = load_file(hf / "model.safetensors")
@@ -52,7 +52,7 @@ def test_megatron_core_computes_the_same_logits(tmp_path, case, layout):
 
 
 @pytest.mark.parametrize("tp", [2, 4])
-def test_ranks_hold_a_part_of_each_block(tmp_path, tp):
+def test_ranks_hold_shard_of_each_block(tmp_path, tp):
     model = tiny_model("nemotron_h")
     model.save_pretrained(tmp_path / "hf")
     convert(tmp_path / "hf", tmp_path / "legacy", "megatron_legacy", options=TargetOptions(tp_size=tp))
@@ -63,14 +63,14 @@ def test_ranks_hold_a_part_of_each_block(tmp_path, tp):
         state = torch.load(file, weights_only=False)["model"]
         for name, unsharded in tensors.items():
             sizes = list(BLOCKS.values()) if name.startswith("in_proj") else [BLOCKS[block] for block in "xBC"]
-            found = state[f"decoder.layers.0.mixer.{name}"]
-            assert torch.equal(found, torch.cat([block.chunk(tp)[rank] for block in unsharded.split(sizes)]))
-            # What a cut through the whole would give, and was not seen by shapes.
-            assert found.shape == unsharded.chunk(tp)[rank].shape and not torch.equal(found, unsharded.chunk(tp)[rank])
+            shard = state[f"decoder.layers.0.mixer.{name}"]
+            assert torch.equal(shard, torch.cat([block.chunk(tp)[rank] for block in unsharded.split(sizes)]))
+            # A chunk across blocks would have the same shape, but other values.
+            assert shard.shape == unsharded.chunk(tp)[rank].shape and not torch.equal(shard, unsharded.chunk(tp)[rank])
 
 
 @pytest.mark.parametrize("sizes", [(2, 2), (4, 3), (1, 6), (2, 1, 2), (2, 2, 4)])
-def test_rank_files_give_back_the_bytes(tmp_path, sizes):
+def test_rank_files_round_trip_bit_equal(tmp_path, sizes):
     tiny_model("nemotron_h").save_pretrained(tmp_path / "hf")
     convert(tmp_path / "hf", tmp_path / "legacy", "megatron_legacy", options=TargetOptions(*sizes))
     convert(tmp_path / "legacy", tmp_path / "back", "hf")
@@ -79,7 +79,7 @@ def test_rank_files_give_back_the_bytes(tmp_path, sizes):
     assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
 
 
-def test_each_block_has_a_name_in_the_store(tmp_path):
+def test_each_block_has_stored_name(tmp_path):
     tiny_model("nemotron_h").save_pretrained(tmp_path / "hf")
     convert(tmp_path / "hf", tmp_path / "core", "megatron_core")
     stored = FileSystemReader(tmp_path / "core" / "release").read_metadata().state_dict_metadata
@@ -91,7 +91,7 @@ def test_each_block_has_a_name_in_the_store(tmp_path):
         assert f"{prefix}in_proj.weight" not in stored
 
 
-def test_groups_that_do_not_divide_are_refused(tmp_path):
+def test_indivisible_groups_are_rejected(tmp_path):
     tiny_model("mamba2").save_pretrained(tmp_path / "hf")
     with pytest.raises(CheckpointError, match="mamba_num_groups 4 is not divisible by tp_size 8. Valid sizes: 1, 2, 4"):
         convert(tmp_path / "hf", tmp_path / "legacy", "megatron_legacy", options=TargetOptions(tp_size=8))

@@ -1,4 +1,4 @@
-"""Against real megatron-core 0.16.1, in a process of its own: it loads what is written, and what it writes is read."""
+"""Tests against megatron-core 0.16.1 in its own process: it loads converted checkpoints, and its saves convert back."""
 
 import json
 import subprocess
@@ -22,39 +22,39 @@ ROOT = Path(__file__).parents[4]
 PADDED = 256
 IDS = torch.randint(0, VOCABULARY, (2, 24), generator=torch.Generator().manual_seed(1))
 
-# Other classes than GPTModel, with tests of their own: test_megatron_bert.py, test_megatron_mamba.py and so on.
+# Classes other than GPTModel have their own tests: test_bert.py, test_mamba.py and test_t5.py.
 OTHER_CLASSES = {"megatron-bert", "mamba2", "nemotron_h", "t5", "mt5"}
 CHECKED = [case for case in FAMILIES if get_family(config_of(case)).unchecked(config_of(case)) is None]
 BUILT = [case for case in CHECKED if FAMILIES[case][0] not in OTHER_CLASSES]
-# The sums of latent attention are in another order under tensor parallelism.
+# Tensor parallelism changes the summation order of latent attention.
 TOLERANCE = {"deepseek_v2": 3e-6, "deepseek_v2_lite": 3e-6, "deepseek_v3": 3e-6, "deepseek_v3_halves": 3e-6}
 EXPERTS = [case for case in BUILT if "num_experts_per_tok" in FAMILIES[case][1]]
 LAYOUTS = {"tp1": {}, "tp2": {"tp": 2}, "ep2": {"ep": 2, "dp": 2}}
 
 
 def run_peer(folder: Path, launches: list[dict]) -> dict:
-    """Runs tasks on megatron-core, which must all succeed: answers by the names of launch and task."""
+    """Runs tasks on megatron-core, which must all succeed, and returns the results by launch and task name."""
     folder.mkdir(parents=True)
     (folder / "job.json").write_text(json.dumps({"out": str(folder), "launches": launches}))
     command = [sys.executable, "-m", "tests.megatron_peer.tasks", str(folder / "job.json")]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=500, check=False)
-    found = json.loads((folder / "results.json").read_text()) if (folder / "results.json").exists() else {}
-    assert result.returncode == 0, f"{json.dumps(found, indent=1)[-4000:]}\n{result.stderr[-2000:]}"
+    results = json.loads((folder / "results.json").read_text()) if (folder / "results.json").exists() else {}
+    assert result.returncode == 0, f"{json.dumps(results, indent=1)[-4000:]}\n{result.stderr[-2000:]}"
     return {
         launch["name"]: {task["name"]: task for task in done["tasks"]}
-        for launch, done in zip(launches, found["launches"], strict=True)
+        for launch, done in zip(launches, results["launches"], strict=True)
     }
 
 
 @torch.no_grad()
-def logits_of(folder: Path) -> torch.Tensor:
+def compute_logits(folder: Path) -> torch.Tensor:
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
     return model(IDS).logits
 
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory):
-    """Every family that megatron-core can build: folder of the twins, and of megatron-core's logits."""
+    """Folder with every family that megatron-core can build: tiny models, conversions, and megatron-core's logits."""
     root = tmp_path_factory.mktemp("core")
     for case in BUILT:
         tiny_model(case).save_pretrained(root / case / "hf")
@@ -92,7 +92,7 @@ def written(tmp_path_factory):
     return root
 
 
-def test_the_list_of_families_is_what_was_asked_for():
+def test_tested_families_are_complete():
     model_types = {FAMILIES[case][0] for case in BUILT}
     assert model_types >= {"llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "mixtral", "phi3", "gpt2", "gpt_neox"}
     assert model_types >= {"deepseek_v2", "deepseek_v3", "gpt_oss", "gemma"}
@@ -103,24 +103,24 @@ def test_the_list_of_families_is_what_was_asked_for():
 
 @pytest.mark.parametrize("case", BUILT)
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_megatron_core_computes_the_same_logits(written, case, layout):
+def test_logits_match_megatron_core(written, case, layout):
     if layout == "ep2" and case not in EXPERTS:
-        # Nothing is split over expert parallel ranks: the same run as tp1.
+        # Dense models have no experts to shard: the same run as tp1.
         layout = "tp1"
-    expected = logits_of(written / case / "hf")
-    found = load_file(written / "out" / layout / f"{case}.safetensors")["logits"]
-    assert (found - expected).abs().max() < TOLERANCE.get(case, 1e-6)
-    assert torch.equal(found.argmax(-1), expected.argmax(-1))
+    expected = compute_logits(written / case / "hf")
+    logits = load_file(written / "out" / layout / f"{case}.safetensors")["logits"]
+    assert (logits - expected).abs().max() < TOLERANCE.get(case, 1e-6)
+    assert torch.equal(logits.argmax(-1), expected.argmax(-1))
 
 
 @pytest.mark.parametrize("case", ["llama", "gpt2", "qwen3"])
 def test_megatron_core_loads_rank_files(written, case):
-    found = load_file(written / "out" / "tp2" / f"{case}_legacy.safetensors")["logits"]
-    assert (found - logits_of(written / case / "hf")).abs().max() < 1e-6
+    logits = load_file(written / "out" / "tp2" / f"{case}_legacy.safetensors")["logits"]
+    assert (logits - compute_logits(written / case / "hf")).abs().max() < 1e-6
 
 
 SAVED = {
-    # name -> case, layout of the launch, further fields of the task
+    # name -> case, layout of the launch, additional task fields
     "llama_tp2": ("llama", {"tp": 2}, {}),
     "llama_pp2": ("llama", {"pp": 2}, {}),
     "llama_layers": ("llama_mqa", {"tp": 2}, {"non_homogeneous": True}),
@@ -134,7 +134,7 @@ SAVED = {
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    """Checkpoints that megatron-core wrote, and its logits."""
+    """Checkpoints written by megatron-core, and its logits."""
     root = tmp_path_factory.mktemp("saved")
     launches = []
     for name, (case, layout, fields) in SAVED.items():
@@ -156,16 +156,16 @@ def saved(tmp_path_factory):
 
 
 @pytest.mark.parametrize("name", SAVED)
-def test_what_megatron_core_writes_comes_back(saved, tmp_path, name):
+def test_megatron_core_checkpoints_convert_back(saved, tmp_path, name):
     folder = saved / name
     convert(folder / "core", tmp_path / "hf", "hf", config=str(folder / "hf"))
-    found = load_file(saved / "out" / name / f"{name}.safetensors")["logits"]
-    assert (found - logits_of(tmp_path / "hf")).abs().max() < TOLERANCE.get(SAVED[name][0], 1e-6)
-    # And to megatron-core's layout again, with the same bytes in the same tensors.
+    logits = load_file(saved / "out" / name / f"{name}.safetensors")["logits"]
+    assert (logits - compute_logits(tmp_path / "hf")).abs().max() < TOLERANCE.get(SAVED[name][0], 1e-6)
+    # Converted to megatron-core's format again, the tensors are bit-equal.
     convert(tmp_path / "hf", tmp_path / "core", "megatron_core", options=TargetOptions(tp_size=2))
     with MegatronCoreReader(folder / "core") as first, MegatronCoreReader(tmp_path / "core") as second:
         names = {key.name for key in first.entries} ^ {key.name for key in second.entries}
-        # The local layers name the norm before experts after the linear that dense layers have there.
+        # Local layer specs name the norm before the experts after the linear of dense layers.
         assert all("layernorm" in name or "layer_norm" in name for name in names)
         for key in first.entries.keys() & second.entries.keys():
             one, other = first.read(key), second.read(key)
@@ -185,7 +185,7 @@ BATCHES = torch.randint(0, VOCABULARY, (STEPS + 2, 2, 24), generator=torch.Gener
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """Checkpoints with the distributed optimizer's state, and the losses of the steps after them."""
+    """Checkpoints with distributed optimizer state, and the losses of the steps after them."""
     root = tmp_path_factory.mktemp("trained")
     launches = []
     for name, (case, layout, fields) in TRAINED.items():
@@ -215,8 +215,10 @@ def trained(tmp_path_factory):
     return root, results
 
 
-def resume(checkpoint: Path, source: Path, layout: dict, batches: torch.Tensor, out: Path | None = None) -> list[float]:
-    """Trains on from a converted checkpoint, as megatron-core would have, and saves; the loss of each step."""
+def resume_training(
+    checkpoint: Path, source: Path, layout: dict, batches: torch.Tensor, out: Path | None = None
+) -> list[float]:
+    """Resumes training from a converted checkpoint as megatron-core would, and returns the loss of each step."""
     from accelerate import Accelerator
 
     model = AutoModelForCausalLM.from_pretrained(
@@ -243,18 +245,18 @@ def resume(checkpoint: Path, source: Path, layout: dict, batches: torch.Tensor, 
 
 @pytest.mark.parametrize("layout", [{"tp_size": 2}, {"pp_size": 2, "num_microbatches": 2}], ids=["tp2", "pp2"])
 @pytest.mark.parametrize("name", TRAINED)
-def test_training_goes_on_from_megatron_core(trained, tmp_path, name, layout):
+def test_training_resumes_from_megatron_core(trained, tmp_path, name, layout):
     root, results = trained
     folder = root / name
     convert(folder / "core", tmp_path / "sharded", "sharded", config=str(folder / "hf"), verify=True)
     convert(tmp_path / "sharded", tmp_path / "hf", "hf")
     expected = [step["loss"] for step in results[name][name]["resumed"]]
-    found = run_ranks(resume, 2, tmp_path / "sharded", tmp_path / "hf", layout, BATCHES[STEPS:])[0]
-    assert found == pytest.approx(expected, abs=1e-5)
+    losses = run_ranks(resume_training, 2, tmp_path / "sharded", tmp_path / "hf", layout, BATCHES[STEPS:])[0]
+    assert losses == pytest.approx(expected, abs=1e-5)
 
 
 @pytest.mark.parametrize("name", TRAINED)
-def test_moments_come_back_bit_equal(trained, tmp_path, name):
+def test_moments_round_trip_bit_equal(trained, tmp_path, name):
     root, _ = trained
     folder = root / name
     convert(folder / "core", tmp_path / "sharded", "sharded", config=str(folder / "hf"))
@@ -273,8 +275,8 @@ def test_moments_come_back_bit_equal(trained, tmp_path, name):
     assert comparison.equal, comparison.summary()
 
 
-def test_megatron_core_trains_on_from_ours(trained, tmp_path):
-    """Its own checkpoint, through a sharded one of this library, back into its distributed optimizer."""
+def test_megatron_core_resumes_from_converted_checkpoint(trained, tmp_path):
+    """Converts a Megatron checkpoint to a sharded one of this library and back into its distributed optimizer."""
     root, results = trained
     launches = []
     for name in ("llama", "gpt2"):
@@ -302,8 +304,8 @@ def test_megatron_core_trains_on_from_ours(trained, tmp_path):
         assert [step["loss"] for step in again[name][name]["steps"]] == pytest.approx(expected, abs=1e-6)
 
 
-def test_experts_over_ranks_go_to_megatron_core_and_back(trained, tmp_path):
-    """Megatron's checkpoint, a step here with experts over two ranks, and the next one in Megatron on two, too."""
+def test_expert_parallel_training_resumes_in_megatron_core(trained, tmp_path):
+    """Trains one step from Megatron's checkpoint on two expert-parallel ranks, and the next step in Megatron on two."""
     root, results = trained
     folder, (first, second) = root / "moe", [step["loss"] for step in results["moe"]["moe"]["resumed"]]
     convert(folder / "core", tmp_path / "sharded", "sharded", config=str(folder / "hf"))
@@ -312,8 +314,8 @@ def test_experts_over_ranks_go_to_megatron_core_and_back(trained, tmp_path):
     for name, layout in (("dp2", {"dp_size": 2, "ep_size": 2}), ("tp2", {"tp_size": 2, "ep_size": 2})):
         out = tmp_path / name
         batches = BATCHES[STEPS : STEPS + 1]
-        found = run_ranks(resume, 2, tmp_path / "sharded", tmp_path / "hf", layout, batches, out / "state")[0]
-        assert found == pytest.approx([first], abs=1e-5)
+        losses = run_ranks(resume_training, 2, tmp_path / "sharded", tmp_path / "hf", layout, batches, out / "state")[0]
+        assert losses == pytest.approx([first], abs=1e-5)
         convert(out / "state", out / "core", "megatron_core", options=TargetOptions(ep_size=2))
         task = {
             "task": "train_save",
@@ -333,7 +335,7 @@ def test_experts_over_ranks_go_to_megatron_core_and_back(trained, tmp_path):
         assert [step["loss"] for step in again[name][name]["steps"]] == pytest.approx([second], abs=1e-5)
 
 
-def test_optimizer_formats_that_cannot_be_resharded_are_refused(trained, tmp_path):
+def test_non_reshardable_optimizer_is_rejected(trained, tmp_path):
     from hf_megatron import CheckpointError
 
     root, _ = trained
@@ -342,7 +344,7 @@ def test_optimizer_formats_that_cannot_be_resharded_are_refused(trained, tmp_pat
     convert(root / "refused", tmp_path / "sharded", "sharded", config=str(root / "llama" / "hf"), optimizer=False)
 
 
-def load_split(folder: Path, config: dict) -> torch.Tensor:
+def compute_parallel_logits(folder: Path, config: dict) -> torch.Tensor:
     model = AutoModelForCausalLM.from_pretrained(folder, megatron_config=MegatronConfig(**config)).eval()
     with torch.no_grad():
         return model(IDS).logits
@@ -361,9 +363,9 @@ def load_split(folder: Path, config: dict) -> torch.Tensor:
     ids=str,
 )
 def test_from_pretrained_reads_megatron_core(written, case, config):
-    expected = logits_of(written / case / "hf")
-    for found in run_ranks(load_split, 2, written / case / "core", config):
-        assert torch.allclose(found, expected, atol=1e-5)
+    expected = compute_logits(written / case / "hf")
+    for logits in run_ranks(compute_parallel_logits, 2, written / case / "core", config):
+        assert torch.allclose(logits, expected, atol=1e-5)
     one = AutoModelForCausalLM.from_pretrained(written / case / "core", megatron_config=MegatronConfig())
     assert one.generation_config.eos_token_id == 2 and one.dtype == torch.float32
     half = AutoModelForCausalLM.from_pretrained(
@@ -374,7 +376,7 @@ def test_from_pretrained_reads_megatron_core(written, case, config):
         assert torch.allclose(one.eval()(IDS).logits, expected, atol=1e-5)
 
 
-def save_split(source: Path, target: Path, config: dict) -> None:
+def save_parallel_model(source: Path, target: Path, config: dict) -> None:
     model = AutoModelForCausalLM.from_pretrained(source, megatron_config=MegatronConfig(**config))
     model.save_pretrained(target, format="megatron_core", options=TargetOptions(tp_size=2))
 
@@ -382,13 +384,13 @@ def save_split(source: Path, target: Path, config: dict) -> None:
 @pytest.mark.parametrize("config", [{"tp_size": 2}, {"pp_size": 2}, {"dp_size": 2, "zero_stage": 3}], ids=str)
 @pytest.mark.parametrize("case", ["llama_tied", "qwen3_moe", "gpt2"])
 def test_save_pretrained_writes_megatron_core(written, tmp_path, case, config):
-    run_ranks(save_split, 2, written / case / "hf", tmp_path / "core", config)
+    run_ranks(save_parallel_model, 2, written / case / "hf", tmp_path / "core", config)
     comparison = compare(written / case / "core", tmp_path / "core")
     assert comparison.equal, comparison.summary()
     assert compare(written / case / "hf", tmp_path / "core").equal
 
 
-def test_moments_through_every_layout_that_holds_them(trained, tmp_path):
+def test_moments_survive_every_format(trained, tmp_path):
     root, _ = trained
     folder = root / "llama"
     convert(folder / "core", tmp_path / "dcp", "dcp", config=str(folder / "hf"))
@@ -396,7 +398,7 @@ def test_moments_through_every_layout_that_holds_them(trained, tmp_path):
     convert(tmp_path / "sharded", tmp_path / "core", "megatron_core")
     comparison = compare(folder / "core", tmp_path / "core", config=str(folder / "hf"))
     assert comparison.equal, comparison.summary()
-    # Weights, fp32 weights and two moments of each.
+    # Weight, fp32 main weight and two moments per parameter.
     assert comparison.compared == 4 * 21
 
 
@@ -421,7 +423,7 @@ def train_in_bf16(source: Path, target: Path, steps: int, checkpoint: Path | Non
     return losses
 
 
-def test_main_weights_of_a_bf16_run_survive(tmp_path):
+def test_bf16_main_weights_survive_conversion(tmp_path):
     tiny_model("llama", torch.bfloat16).save_pretrained(tmp_path / "hf")
     run_ranks(train_in_bf16, 2, tmp_path / "hf", tmp_path / "state", 2, None)
     convert(tmp_path / "state", tmp_path / "core", "megatron_core")

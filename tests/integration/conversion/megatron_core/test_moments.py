@@ -1,4 +1,4 @@
-"""Moments of mixers, whose blocks have names of their own in torch_dist, and of a head that has two names; damage."""
+"""Tests of optimizer moments: mixer blocks with separate torch_dist names, heads with two names, and damaged blocks."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -40,13 +40,13 @@ def read(folder: Path) -> dict[Key, torch.Tensor]:
 
 
 @pytest.mark.parametrize("case", ["nemotron_h", "mamba2_tied", "t5"])
-def test_moments_come_along(tmp_path, case):
+def test_moments_round_trip(tmp_path, case):
     tiny_model(case).save_pretrained(tmp_path / "hf")
     convert(tmp_path / "hf", tmp_path / "plain", "megatron_core")
     tensors = read(tmp_path / "plain")
     for factor, kind in enumerate((MAIN_WEIGHT, EXP_AVG, EXP_AVG_SQ), 1):
         tensors |= {
-            # megatron-core keeps one set for a parameter that has two names.
+            # megatron-core stores one set of moments for a parameter with two names.
             Key(kind, key.name): tensor * factor
             for key, tensor in tensors.items()
             if key.kind == WEIGHT and key.name != "lm_head.output_layer.weight"
@@ -70,7 +70,7 @@ def test_moments_come_along(tmp_path, case):
         ({"z": 128, "x": 128, "B": 32, "C": 32, "dt": 8, "rest": 8}, "tensors have no counterpart"),
     ],
 )
-def test_a_block_too_few_or_too_many_is_seen(tmp_path, blocks, said):
+def test_missing_or_extra_block_is_rejected(tmp_path, blocks, said):
     tiny_model("mamba2").save_pretrained(tmp_path / "hf")
     convert(tmp_path / "hf", tmp_path / "plain", "megatron_core")
     tensors, name = read(tmp_path / "plain"), "mixer.in_proj.weight"
@@ -84,7 +84,7 @@ def test_a_block_too_few_or_too_many_is_seen(tmp_path, blocks, said):
         convert(tmp_path / "damaged", tmp_path / "back", "hf", config=str(tmp_path / "hf"))
 
 
-def test_two_names_of_a_head_that_differ_are_seen(tmp_path):
+def test_mismatched_head_copies_are_rejected(tmp_path):
     tiny_model("t5").save_pretrained(tmp_path / "hf")
     convert(tmp_path / "hf", tmp_path / "plain", "megatron_core")
     tensors = read(tmp_path / "plain")

@@ -1,4 +1,4 @@
-"""`torch_dist` against real megatron-core: its checkpoints are read, and it goes on from those that are written."""
+"""Tests of `torch_dist` against megatron-core: its checkpoints are read, and it resumes from rewritten ones."""
 
 import json
 import re
@@ -24,7 +24,7 @@ SEQUENCES = torch.randint(0, 250, (3, 4, 16), generator=torch.Generator().manual
 
 @dataclass(frozen=True)
 class Case:
-    """A family, the layout that writes, and the layout that goes on from what was converted."""
+    """Model family, the layout that saves, and the layout that resumes from the rewritten checkpoint."""
 
     family: str
     first: str
@@ -42,18 +42,18 @@ CASES = [
 ]
 
 
-def run(folder: Path, tasks: dict[str, list[dict]]) -> dict[str, dict]:
-    """Results by name of the task; every task has to succeed."""
+def run_tasks(folder: Path, tasks: dict[str, list[dict]]) -> dict[str, dict]:
+    """Runs tasks, which must all succeed, and returns the results by task name."""
     folder.mkdir()
-    launches = [{"name": name, "layout": LAYOUTS[name], "tasks": found} for name, found in tasks.items()]
+    launches = [{"name": name, "layout": LAYOUTS[name], "tasks": entries} for name, entries in tasks.items()]
     (folder / "job.json").write_text(json.dumps({"out": str(folder / "out"), "launches": launches}))
     command = [sys.executable, "-m", "tests.megatron_peer.tasks", str(folder / "job.json")]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=500, check=False)
     results = folder / "out" / "results.json"
     assert results.is_file(), done.stderr[-3000:]
-    found = [task for launch in json.loads(results.read_text())["launches"] for task in launch["tasks"]]
-    assert not [(task["name"], task["error"]) for task in found if not task["ok"]]
-    return {task["name"]: task for task in found}
+    entries = [task for launch in json.loads(results.read_text())["launches"] for task in launch["tasks"]]
+    assert not [(task["name"], task["error"]) for task in entries if not task["ok"]]
+    return {task["name"]: task for task in entries}
 
 
 def task(kind: str, case: Case, hf: Path, name: str = "", **more) -> dict:
@@ -71,7 +71,7 @@ def hf(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def trained(hf, tmp_path_factory) -> tuple[Path, dict[str, dict]]:
-    """Two steps of each case are on disk, of the third the loss is known."""
+    """Checkpoints after two steps of each case, and the loss of the third step."""
     folder = tmp_path_factory.mktemp("trained")
     tasks: dict[str, list[dict]] = {name: [] for name in LAYOUTS}
     for case in CASES:
@@ -81,7 +81,9 @@ def trained(hf, tmp_path_factory) -> tuple[Path, dict[str, dict]]:
     tasks["tp1"].append(task("train_save", llama, hf, "-local", dir=str(folder / "dp_reshardable"), **other))
     apart = {"dir": str(folder / "per_layer"), "non_homogeneous": True}
     tasks["tp1"].append({**task("save", llama, hf, "-layers", **apart), "ids": SEQUENCES[0]})
-    return folder, run(folder / "job", {name: found for name, found in tasks.items() if found})
+    return folder, run_tasks(
+        folder / "job", {name: launch_tasks for name, launch_tasks in tasks.items() if launch_tasks}
+    )
 
 
 def rewrite(reader: Reader, folder: Path, model: MegatronModel) -> Path:
@@ -93,12 +95,12 @@ def rewrite(reader: Reader, folder: Path, model: MegatronModel) -> Path:
     return folder
 
 
-def model_of(case: Case, reader: MegatronCoreReader) -> MegatronModel:
+def make_model(case: Case, reader: MegatronCoreReader) -> MegatronModel:
     sizes = {"tensor_model_parallel_size": 1, "expert_model_parallel_size": case.ep}
     return MegatronModel({**reader.arguments, **sizes}, case.gated)
 
 
-def test_training_goes_on_from_what_was_written(trained, hf, tmp_path):
+def test_training_resumes_from_rewritten_checkpoint(trained, hf, tmp_path):
     folder, before = trained
     tasks: dict[str, list[dict]] = {name: [] for name in LAYOUTS}
     for case in CASES:
@@ -107,8 +109,8 @@ def test_training_goes_on_from_what_was_written(trained, hf, tmp_path):
         assert source.optimizer is not None
         assert source.optimizer.step == 2
         assert {key.kind for key in source.entries} == {WEIGHT, MAIN_WEIGHT, EXP_AVG, EXP_AVG_SQ}
-        assert source.arguments["num_layers"] == model_of(case, source).num_layers
-        target = rewrite(source, tmp_path / case.family, model_of(case, source))
+        assert source.arguments["num_layers"] == make_model(case, source).num_layers
+        target = rewrite(source, tmp_path / case.family, make_model(case, source))
         assert (target / "latest_checkpointed_iteration.txt").read_text() == "2"
         again = MegatronCoreReader(target)
         assert again.path == target / "iter_0000002"
@@ -120,14 +122,14 @@ def test_training_goes_on_from_what_was_written(trained, hf, tmp_path):
         assert stacked == any(re.match(r"decoder\.layers\.self", name) for name in StoreReader(source.path).entries)
         more = {"load": str(again.path), "load_optimizer": True, "first_step": 2, "steps": 1, "resumed_steps": 0}
         tasks[case.second].append(task("train_save", case, hf, **more))
-    after = run(tmp_path / "job", {name: found for name, found in tasks.items() if found})
+    after = run_tasks(tmp_path / "job", {name: item for name, item in tasks.items() if item})
     for case in CASES:
-        (expected,), (found,) = before[case.family]["resumed"], after[case.family]["steps"]
-        assert found["loss"] == pytest.approx(expected["loss"], rel=2e-6), case
-        assert found["grad_norm"] == pytest.approx(expected["grad_norm"], rel=2e-5), case
+        (expected,), (item,) = before[case.family]["resumed"], after[case.family]["steps"]
+        assert item["loss"] == pytest.approx(expected["loss"], rel=2e-6), case
+        assert item["grad_norm"] == pytest.approx(expected["grad_norm"], rel=2e-5), case
 
 
-def test_per_layer_keys_and_a_state_that_is_not_read(trained):
+def test_per_layer_keys_and_unsupported_optimizer_state(trained):
     folder, _ = trained
     reader = MegatronCoreReader(folder / "per_layer")
     assert reader.optimizer is None
@@ -140,7 +142,7 @@ def test_per_layer_keys_and_a_state_that_is_not_read(trained):
     assert {key.kind for key in local.entries} == {WEIGHT}
 
 
-def test_one_layer_is_read_at_a_time(trained, monkeypatch):
+def test_single_layer_reads_are_bounded(trained, monkeypatch):
     from hf_megatron.core.io.random_access_file import DataFile
 
     folder, _ = trained
@@ -148,12 +150,12 @@ def test_one_layer_is_read_at_a_time(trained, monkeypatch):
     count = 0
     read_into = DataFile.read_into
 
-    def counting(file, buffer, offset):
+    def count_bytes(file, buffer, offset):
         nonlocal count
         count += len(buffer)
         read_into(file, buffer, offset)
 
-    monkeypatch.setattr(DataFile, "read_into", counting)
+    monkeypatch.setattr(DataFile, "read_into", count_bytes)
     for key in (
         Key(WEIGHT, "decoder.layers.1.mlp.linear_fc1.weight"),
         Key(EXP_AVG, "decoder.layers.0.mlp.linear_fc2.weight"),

@@ -1,6 +1,6 @@
-"""megatron-core's T5Model computes what transformers' T5 1.1 and mT5 do, and what it saves comes back.
+"""Tests of T5 conversion: megatron-core's T5Model matches transformers' T5 1.1 and mT5, and its saves convert back.
 
-Its attention takes the bias of relative positions as TransformerEngine's does (`tests/megatron_peer/t5.py`).
+Its attention takes the relative position bias as TransformerEngine's does (`tests/megatron_peer/t5.py`).
 """
 
 import subprocess
@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[4]
 
 @pytest.mark.parametrize("tp", [1, 2])
 @pytest.mark.parametrize("case", ["t5", "t5_tied", "mt5"])
-def test_megatron_core_computes_the_same_logits(tmp_path, case, tp):
+def test_logits_match_megatron_core(tmp_path, case, tp):
     model, hf = tiny_model(case), tmp_path / "hf"
     model.save_pretrained(hf)
     generator = torch.Generator().manual_seed(1)
@@ -37,11 +37,11 @@ def test_megatron_core_computes_the_same_logits(tmp_path, case, tp):
     command = [sys.executable, "-m", "tests.megatron_peer.t5", str(hf), str(tmp_path / "out"), str(tp), *folders]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=500, check=False)
     assert result.returncode == 0, result.stderr[-4000:]
-    found = load_file(tmp_path / "out")
+    outputs = load_file(tmp_path / "out")
     with torch.no_grad():
         expected = model(ids, attention_mask=mask, decoder_input_ids=decoder_ids).logits
     for index in range(len(folders)):
-        logits = found[str(index)][..., :VOCABULARY]
+        logits = outputs[str(index)][..., :VOCABULARY]
         assert (logits - expected).abs().max() < 1e-6 * max(1.0, float(expected.abs().max()))
         assert torch.equal(logits.argmax(-1), expected.argmax(-1))
     before = load_file(hf / "model.safetensors")
@@ -53,8 +53,8 @@ def test_megatron_core_computes_the_same_logits(tmp_path, case, tp):
 
 
 @pytest.mark.parametrize("to", ["megatron_core", "megatron_legacy", "sharded", "dcp"])
-def test_a_head_of_its_own_comes_along(tmp_path, to):
-    """T5 1.1 has one, which its config cannot say: transformers sees it in the files."""
+def test_untied_head_round_trips(tmp_path, to):
+    """T5 1.1 has an untied head that its config cannot express: transformers detects it in the files."""
     tiny_model("t5").save_pretrained(tmp_path / "hf")
     convert(tmp_path / "hf", tmp_path / "made", to)
     report = convert(tmp_path / "made", tmp_path / "back", "hf", verify=True, logits=True)
@@ -65,7 +65,7 @@ def test_a_head_of_its_own_comes_along(tmp_path, to):
 
 
 @pytest.mark.parametrize("to", ["megatron_core", "sharded"])
-def test_a_model_in_training_keeps_a_head_of_its_own(tmp_path, to):
+def test_export_keeps_untied_head(tmp_path, to):
     model = tiny_model("t5")
     model.config.architectures = [type(model).__name__]
     export(model, tmp_path / "made", to, None, model.config.save_pretrained)
@@ -75,8 +75,8 @@ def test_a_model_in_training_keeps_a_head_of_its_own(tmp_path, to):
     assert torch.equal(after["shared.weight"], model.shared.weight)
 
 
-def test_what_differs_where_a_config_ties_is_damaged(tmp_path):
-    """A config that could say that the head is its own does not: one of both is wrong."""
+def test_mismatched_tied_weights_are_rejected(tmp_path):
+    """This config can express an untied head but ties it, so either the config or the weights are wrong."""
     tiny_model("llama_tied").save_pretrained(tmp_path / "hf")
     tensors = load_file(tmp_path / "hf" / "model.safetensors")
     save_file(
@@ -95,12 +95,12 @@ def test_what_differs_where_a_config_ties_is_damaged(tmp_path):
         ({"tie_word_embeddings": False, "feed_forward_proj": "relu"}, "feed_forward_proj=relu: expected a gated one"),
     ],
 )
-def test_what_t5_model_does_not_compute_is_refused(changes, reason):
+def test_unsupported_t5_configs_are_rejected(changes, reason):
     with pytest.raises(UnsupportedError, match=f"t5: {reason}"):
         check_config(AutoConfig.for_model("t5", **changes))
 
 
-def test_encoder_and_decoder_lie_on_one_stage(tmp_path):
+def test_encoder_decoder_pipeline_is_rejected(tmp_path):
     tiny_model("t5").save_pretrained(tmp_path / "hf")
     with pytest.raises(CheckpointError, match="pp_size 2: encoder and decoder must be on one pipeline stage"):
         convert(tmp_path / "hf", tmp_path / "legacy", "megatron_legacy", options=TargetOptions(pp_size=2))

@@ -1,4 +1,4 @@
-"""Damaged and malicious files of Megatron's legacy layout: refused by name, nothing runs."""
+"""Tests of damaged and malicious legacy Megatron files: rejected by name, without running any code."""
 
 import os
 import pickle
@@ -28,7 +28,7 @@ class Bomb:
 
 @pytest.mark.parametrize("place", ["args", "model", "rng_state", "extra_state"])
 @pytest.mark.parametrize("function", [os.system, eval, exec], ids=lambda function: function.__name__)
-def test_a_pickle_does_not_run(tmp_path, tensors, function, place):
+def test_pickle_code_does_not_run(tmp_path, tensors, function, place):
     marker = tmp_path / "ran"
     command = f"touch {marker}" if function is os.system else f"open({str(marker)!r}, 'w').close()"
     write(tmp_path / "out", tensors, model())
@@ -40,21 +40,21 @@ def test_a_pickle_does_not_run(tmp_path, tensors, function, place):
     assert not marker.exists()
 
 
-def test_files_of_older_torch_are_read_and_others_refused(tmp_path, tensors):
+def test_old_torch_files_are_read_and_pickles_rejected(tmp_path, tensors):
     write(tmp_path / "out", tensors, model())
     path = tmp_path / "out" / FIRST
     content = torch.load(path, weights_only=False)
     expected = read(tmp_path / "out", model())
     torch.save(content, path, _use_new_zipfile_serialization=False)
-    found = read(tmp_path / "out", model())
-    assert found.keys() == expected.keys() and all(torch.equal(found[key], expected[key]) for key in expected)
+    restored = read(tmp_path / "out", model())
+    assert restored.keys() == expected.keys() and all(torch.equal(restored[key], expected[key]) for key in expected)
     path.write_bytes(pickle.dumps(Bomb(os.system, f"touch {tmp_path / 'ran'}")))
     with pytest.raises(CheckpointError, match=re.escape(str(path))):
         read(tmp_path / "out", model())
     assert not (tmp_path / "ran").exists()
 
 
-def test_a_truncated_file_is_refused(tmp_path, tensors):
+def test_truncated_file_is_rejected(tmp_path, tensors):
     write(tmp_path / "out", tensors, model())
     path = tmp_path / "out" / FIRST
     content = path.read_bytes()
@@ -64,10 +64,10 @@ def test_a_truncated_file_is_refused(tmp_path, tensors):
             read(tmp_path / "out", model())
 
 
-def test_a_flipped_byte_of_the_directory_is_refused_or_harmless(tmp_path):
+def test_flipped_zip_directory_byte_is_rejected_or_harmless(tmp_path):
     expected = weights(layers=1, experts=0)
-    of = model(layers=1)
-    write(tmp_path / "out", expected, of)
+    megatron_model = model(layers=1)
+    write(tmp_path / "out", expected, megatron_model)
     path = tmp_path / "out" / FIRST
     content = path.read_bytes()
     start = struct.unpack("<I", content[-6:-2])[0]
@@ -78,18 +78,18 @@ def test_a_flipped_byte_of_the_directory_is_refused_or_harmless(tmp_path):
             damaged[position] ^= bit
             path.write_bytes(damaged)
             try:
-                found = read(tmp_path / "out", of)
+                restored = read(tmp_path / "out", megatron_model)
             except CheckpointError as error:
                 assert str(path) in str(error)
                 refused += 1
             else:
-                check_equal(found, expected)
+                check_equal(restored, expected)
     assert refused > (len(content) - start) / 4
 
 
-def test_a_flipped_byte_of_the_pickle_is_never_another_error(tmp_path):
-    of = model(layers=1)
-    write(tmp_path / "out", weights(layers=1, experts=0), of)
+def test_flipped_pickle_byte_raises_only_checkpoint_error(tmp_path):
+    megatron_model = model(layers=1)
+    write(tmp_path / "out", weights(layers=1, experts=0), megatron_model)
     path = tmp_path / "out" / FIRST
     content = path.read_bytes()
     with zipfile.ZipFile(path) as archive:
@@ -99,12 +99,12 @@ def test_a_flipped_byte_of_the_pickle_is_never_another_error(tmp_path):
         damaged[position] ^= 0x10
         path.write_bytes(damaged)
         try:
-            read(tmp_path / "out", of)
+            read(tmp_path / "out", megatron_model)
         except CheckpointError as error:
             assert str(tmp_path) in str(error)
 
 
-def test_record_names_lead_nowhere(tmp_path, tensors):
+def test_record_names_cannot_escape_folder(tmp_path, tensors):
     write(tmp_path / "out", tensors, model())
     path = tmp_path / "out" / FIRST
     content = path.read_bytes()

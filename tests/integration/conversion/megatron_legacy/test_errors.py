@@ -1,4 +1,4 @@
-"""Checkpoints of Megatron's legacy layout that are refused: incomplete or contradictory ones."""
+"""Tests of rejected legacy Megatron checkpoints: incomplete or inconsistent ones."""
 
 import shutil
 from argparse import Namespace
@@ -47,13 +47,13 @@ def tensors():
         (TargetOptions(), {"settings": Namespace()}, "argument settings"),
     ],
 )
-def test_sizes_that_do_not_divide_are_refused(tmp_path, tensors, layout, further, message):
+def test_indivisible_sizes_are_rejected(tmp_path, tensors, layout, further, message):
     with pytest.raises(CheckpointError, match=message):
         write(tmp_path / "out", tensors, model(**further), layout)
     assert not list(tmp_path.iterdir())
 
 
-def test_a_writer_wants_every_tensor_once(tmp_path, tensors):
+def test_writer_requires_every_tensor_once(tmp_path, tensors):
     with pytest.raises(CheckpointError, match="exp_avg of .* without optimizer state"):
         write(tmp_path / "out", {Key("exp_avg", QKV): torch.zeros(24, 16)}, model())
     with pytest.raises(CheckpointError, match=r"not_there\.weight"):
@@ -112,7 +112,7 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("case", BROKEN)
-def test_a_broken_checkpoint_is_refused_by_name(tmp_path, tensors, case):
+def test_broken_checkpoint_is_rejected(tmp_path, tensors, case):
     edit, message = BROKEN[case]
     write(tmp_path / "out", tensors, model())
     change(tmp_path / "out" / FIRST, edit)
@@ -122,14 +122,14 @@ def test_a_broken_checkpoint_is_refused_by_name(tmp_path, tensors, case):
 
 
 @pytest.mark.parametrize("missing", ["mp_rank_00_000_000", "mp_rank_01_001_001", "mp_rank_01_000_001"])
-def test_a_missing_rank_is_named(tmp_path, tensors, missing):
+def test_missing_rank_is_reported(tmp_path, tensors, missing):
     write(tmp_path / "out", tensors, model(), TargetOptions(2, 2, 2))
     shutil.rmtree(tmp_path / "out" / "iter_0000007" / missing)
     with pytest.raises(CheckpointError, match=f"{missing} is missing"):
         read(tmp_path / "out", model())
 
 
-def test_a_missing_file_and_folder_are_named(tmp_path, tensors):
+def test_missing_files_and_folders_are_reported(tmp_path, tensors):
     write(tmp_path / "out", tensors, model(), TargetOptions(tp_size=2))
     (tmp_path / "out" / "iter_0000007" / "mp_rank_01" / FILE).unlink()
     with pytest.raises(CheckpointError, match=f"mp_rank_01/{FILE} is missing"):
@@ -150,7 +150,7 @@ def test_a_missing_file_and_folder_are_named(tmp_path, tensors):
 
 
 @pytest.mark.parametrize("layout", [TargetOptions(tp_size=2), TargetOptions(ep_size=2)], ids=["tp", "ep"])
-def test_copies_that_differ_are_refused(tmp_path, tensors, layout):
+def test_mismatched_replicas_are_rejected(tmp_path, tensors, layout):
     write(tmp_path / "out", tensors, model(), layout)
     second = sorted((tmp_path / "out").rglob("*.pt"))[1]
     change(second, lambda content: content["model"][NORM].add_(1))
@@ -159,18 +159,18 @@ def test_copies_that_differ_are_refused(tmp_path, tensors, layout):
     assert NORM in str(caught.value) and str(second) in str(caught.value)
 
 
-def test_a_tied_copy_that_differs_is_refused(tmp_path):
-    of = model(tied=True)
-    write(tmp_path / "out", weights(tied=True), of, TargetOptions(pp_size=2))
+def test_mismatched_tied_copy_is_rejected(tmp_path):
+    megatron_model = model(tied=True)
+    write(tmp_path / "out", weights(tied=True), megatron_model, TargetOptions(pp_size=2))
     change(
         tmp_path / "out" / "iter_0000007" / "mp_rank_00_001" / FILE,
         lambda content: content["model"]["output_layer.weight"].add_(1),
     )
     with pytest.raises(CheckpointError, match="output_layer.weight.*differ"):
-        read(tmp_path / "out", of)
+        read(tmp_path / "out", megatron_model)
 
 
-def test_ranks_with_other_tensors_or_shapes_are_refused(tmp_path, tensors):
+def test_inconsistent_ranks_are_rejected(tmp_path, tensors):
     write(tmp_path / "out", tensors, model(), TargetOptions(tp_size=2))
     second = tmp_path / "out" / "iter_0000007" / "mp_rank_01" / FILE
     saved = second.read_bytes()
@@ -183,7 +183,7 @@ def test_ranks_with_other_tensors_or_shapes_are_refused(tmp_path, tensors):
         read(tmp_path / "out", model())
 
 
-def test_optimizer_state_is_refused_with_the_way_round_it(tmp_path, tensors):
+def test_optimizer_state_is_rejected_with_workaround(tmp_path, tensors):
     write(tmp_path / "out", tensors, model())
     change(tmp_path / "out" / FIRST, set_value(["optimizer"], {"state": {0: torch.zeros(2)}}))
     with MegatronLegacyReader(tmp_path / "out", model()) as reader:

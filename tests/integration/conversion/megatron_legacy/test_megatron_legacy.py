@@ -1,4 +1,4 @@
-"""Megatron's legacy layout: round trips over numbers of ranks, what torch makes of the files, memory."""
+"""Tests of Megatron's legacy format: round trips over parallel sizes, files loaded by torch, memory."""
 
 import enum
 import io
@@ -48,7 +48,7 @@ def test_round_trip(tmp_path, sizes, tied, options):
 
 @pytest.mark.parametrize("local_names", [False, True])
 @pytest.mark.parametrize("tp_size", [1, 2, 4])
-def test_round_trip_of_latent_attention(tmp_path, tp_size, local_names):
+def test_latent_attention_round_trip(tmp_path, tp_size, local_names):
     expected = weights(latent=True)
     write(tmp_path / "out", expected, model(), TargetOptions(tp_size), local_names=local_names)
     rank = torch.load(tmp_path / "out" / FIRST, weights_only=False)["model"]
@@ -58,11 +58,11 @@ def test_round_trip_of_latent_attention(tmp_path, tp_size, local_names):
 
 
 @pytest.mark.parametrize("mapped", [False, True])
-def test_torch_loads_what_is_written(tmp_path, tensors, mapped):
+def test_torch_loads_written_files(tmp_path, tensors, mapped):
     write(tmp_path / "out", tensors, model(), TargetOptions(tp_size=2, make_vocab_size_divisible_by=12))
     path = tmp_path / "out" / FIRST
     content = torch.load(path, weights_only=False, mmap=mapped)
-    # Records of tensors have no checksum, as torch writes them with `set_crc32_options(False)`.
+    # Tensor records have no checksum, as torch writes them with `set_crc32_options(False)`.
     assert not any(record.CRC for record in zipfile.ZipFile(path).infolist() if "/data/" in record.filename)
     assert content["checkpoint_version"] == 3.0 and content["iteration"] == 7
     args = content["args"]
@@ -79,7 +79,7 @@ def test_torch_loads_what_is_written(tmp_path, tensors, mapped):
         torch.load(path, weights_only=True)
 
 
-def test_a_release(tmp_path, tensors):
+def test_release_without_iteration(tmp_path, tensors):
     write(tmp_path / "out", tensors, model(), iteration=None)
     assert (tmp_path / "out" / "latest_checkpointed_iteration.txt").read_text() == "release"
     assert (tmp_path / "out" / "release" / "mp_rank_00" / FILE).is_file()
@@ -88,7 +88,7 @@ def test_a_release(tmp_path, tensors):
     check_equal(read(tmp_path / "out", model()), tensors)
 
 
-def test_folders_of_two_numbers_without_arguments(tmp_path, tensors):
+def test_two_index_folders_without_arguments(tmp_path, tensors):
     for name, layout in (("pp", TargetOptions(pp_size=2)), ("ep", TargetOptions(ep_size=2))):
         write(tmp_path / name, tensors, model(), layout)
         for path in (tmp_path / name).rglob("*.pt"):
@@ -96,8 +96,8 @@ def test_folders_of_two_numbers_without_arguments(tmp_path, tensors):
         check_equal(read(tmp_path / name, model()), tensors)
 
 
-def test_virtual_stages(tmp_path, tensors):
-    """Of four layers on two stages in two rounds, the first stage has 0 and 2, the second 1 and 3."""
+def test_virtual_pipeline_stages_are_merged(tmp_path, tensors):
+    """Four layers on two stages with two virtual stages each: the first has layers 0 and 2, the second 1 and 3."""
     write(tmp_path / "out", tensors, model())
     content = torch.load(tmp_path / "out" / FIRST, weights_only=False)
     for stage in range(2):
@@ -118,11 +118,11 @@ def test_virtual_stages(tmp_path, tensors):
     check_equal(read(tmp_path / "virtual", model()), tensors)
 
 
-def test_experts_in_one_tensor(tmp_path, tensors):
-    """As GroupedMLP has them (moe/experts.py, sh_ten_merge_fn)."""
+def test_grouped_experts_are_read(tmp_path, tensors):
+    """Stores all experts in one tensor, as GroupedMLP does (moe/experts.py, sh_ten_merge_fn)."""
     write(tmp_path / "out", tensors, model(), TargetOptions(tp_size=2, ep_size=2), local_names=True)
 
-    def merge(content):
+    def merge_experts(content):
         held = content["model"]
         for layer in ("decoder.layers.1.mlp.experts.", "decoder.layers.3.mlp.experts."):
             for number, linear in enumerate(("linear_fc1", "linear_fc2"), 1):
@@ -134,23 +134,23 @@ def test_experts_in_one_tensor(tmp_path, tensors):
                     held.pop(f"{name}bias")
 
     for path in (tmp_path / "out").rglob("*.pt"):
-        change(path, merge)
+        change(path, merge_experts)
     without = {key: tensor for key, tensor in tensors.items() if ".experts.experts.linear" not in key.name}
     without |= {key: tensor for key, tensor in tensors.items() if re.search(r"experts\.experts.*weight", key.name)}
-    found = read(tmp_path / "out", model())
-    check_equal({key: found[key] for key in without}, without)
-    assert found.keys() == without.keys()
+    restored = read(tmp_path / "out", model())
+    check_equal({key: restored[key] for key in without}, without)
+    assert restored.keys() == without.keys()
 
 
-def test_what_megatron_saves_with_weights_is_left_out(tmp_path, tensors, monkeypatch):
-    """Enumerations of its arguments, random states and fp8 states (megatron/core/safe_globals.py)."""
+def test_non_weight_state_is_ignored(tmp_path, tensors, monkeypatch):
+    """Covers enumerations in the arguments, random states and fp8 states (megatron/core/safe_globals.py)."""
     for name in ("megatron", "megatron.core", "megatron.core.enums"):
         monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
     kinds = enum.Enum("ModelType", ["encoder_or_decoder"], module="megatron.core.enums")
     sys.modules["megatron.core.enums"].ModelType = kinds
     write(tmp_path / "out", tensors, model())
 
-    def edit(content):
+    def add_non_weight_state(content):
         content["args"].model_type = kinds.encoder_or_decoder
         content["args"].signal = signal.SIGTERM
         content["args"].path = tmp_path
@@ -161,38 +161,38 @@ def test_what_megatron_saves_with_weights_is_left_out(tmp_path, tensors, monkeyp
         content["model"]["output_layer._extra_state"] = io.BytesIO(b"fp8")
         content["model"]["decoder.layers.0.self_attention.linear_qkv._extra_state"] = torch.zeros(3)
 
-    change(tmp_path / "out" / FIRST, edit)
+    change(tmp_path / "out" / FIRST, add_non_weight_state)
     check_equal(read(tmp_path / "out", model()), tensors)
 
 
-def test_memory_stays_a_few_tensors(tmp_path):
-    """Rank files are read and written piece by piece: 192 MiB pass through, 8 MiB at a time."""
+def test_conversion_memory_is_bounded(tmp_path):
+    """Rank files are read and written tensor by tensor: 192 MiB in total, 8 MiB at a time."""
     rows, hidden, layers = 1024, 2048, 24
     names = [f"decoder.layers.{number}.mlp.linear_fc1.weight" for number in range(layers)]
     plan = {Key(WEIGHT, name): TensorMeta((rows, hidden), torch.float32) for name in names}
     largest = rows * hidden * 4
-    of = MegatronModel({"num_layers": layers}, gated=True)
+    megatron_model = MegatronModel({"num_layers": layers}, gated=True)
     peak, done = 0, threading.Event()
 
-    def watch():
+    def track_peak():
         nonlocal peak
         while not done.is_set():
-            peak = max(peak, anonymous())
+            peak = max(peak, read_anonymous_bytes())
             time.sleep(0.001)
 
     def convert(source, target: Path, layout: TargetOptions):
         with Output(target) as output:
-            writer = MegatronLegacyWriter(output, plan, of, layout, 1)
+            writer = MegatronLegacyWriter(output, plan, megatron_model, layout, 1)
             for key in plan:
                 writer.write(key, source(key))
             writer.finish()
 
     convert(lambda key: torch.zeros(rows, hidden), tmp_path / "first", TargetOptions(tp_size=2))
-    before = anonymous()
-    watcher = threading.Thread(target=watch)
+    before = read_anonymous_bytes()
+    watcher = threading.Thread(target=track_peak)
     watcher.start()
     try:
-        with MegatronLegacyReader(tmp_path / "first", of) as reader:
+        with MegatronLegacyReader(tmp_path / "first", megatron_model) as reader:
             convert(reader.read, tmp_path / "second", TargetOptions(tp_size=4))
     finally:
         done.set()
@@ -200,6 +200,6 @@ def test_memory_stays_a_few_tensors(tmp_path):
     assert peak - before < 5 * largest
 
 
-def anonymous() -> int:
-    """Bytes of memory that are no mapped file."""
+def read_anonymous_bytes() -> int:
+    """Returns the resident bytes that are not mapped from files."""
     return int(re.search(r"RssAnon:\s+(\d+)", Path("/proc/self/status").read_text())[1]) << 10

@@ -1,4 +1,4 @@
-"""Megatron's legacy layout against real megatron-core: its rank files are read, and it loads those that are written."""
+"""Tests of legacy rank files against megatron-core: its files are read, and it loads converted ones."""
 
 import json
 import subprocess
@@ -52,7 +52,7 @@ LATENT = {
     "moe_intermediate_size": 32,
     "num_key_value_heads": 4,
 }
-# One key and value head is fewer than two ranks.
+# A single key-value head is fewer than two tensor-parallel ranks.
 CONFIGS = {
     "llama": transformers.LlamaConfig(**COMMON | {"num_key_value_heads": 1, "tie_word_embeddings": True}),
     "qwen2": transformers.Qwen2Config(**COMMON),
@@ -64,8 +64,8 @@ WITH_EXPERTS = ("qwen3_moe", "deepseek_v3")
 CASES = [(name, layout) for name in CONFIGS for layout in LAYOUTS if name in WITH_EXPERTS or "ep" not in layout]
 
 
-def run(folder: Path, launches: dict[str, list[dict]]) -> dict[tuple[str, str], dict]:
-    """Results by layout and name of the task; every task has to succeed."""
+def run_tasks(folder: Path, launches: dict[str, list[dict]]) -> dict[tuple[str, str], dict]:
+    """Runs tasks, which must all succeed, and returns the results by layout and task name."""
     job = {
         "out": str(folder),
         "launches": [{"name": name, "layout": LAYOUTS[name], "tasks": tasks} for name, tasks in launches.items()],
@@ -76,11 +76,11 @@ def run(folder: Path, launches: dict[str, list[dict]]) -> dict[tuple[str, str], 
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=500, check=False)
     assert (folder / "results.json").is_file(), done.stderr
     results = json.loads((folder / "results.json").read_text())["launches"]
-    found = {
+    outcomes = {
         (name, task["name"]): task for name, launch in zip(launches, results, strict=True) for task in launch["tasks"]
     }
-    assert not [task for task in found.values() if not task["ok"]]
-    return found
+    assert not [task for task in outcomes.values() if not task["ok"]]
+    return outcomes
 
 
 def task(kind: str, root: Path, name: str, **further) -> dict:
@@ -90,20 +90,20 @@ def task(kind: str, root: Path, name: str, **further) -> dict:
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    """Rank files that megatron-core saved, its arguments, and how it splits tensors over two ranks."""
+    """Rank files saved by megatron-core, its arguments, and its tensor splits over two ranks."""
     root = tmp_path_factory.mktemp("legacy")
     for name, config in CONFIGS.items():
         config.save_pretrained(root / "hf" / name)
     launches = {
         layout: [
             task("save", root, name, format="legacy", dir=str(root / f"{name}_{layout}"))
-            for name, of in CASES
-            if of == layout
+            for name, case_layout in CASES
+            if case_layout == layout
         ]
         for layout in LAYOUTS
     }
     launches["tp2"] += [task("keys", root, name, non_homogeneous=True) | {"name": f"{name}_keys"} for name in CONFIGS]
-    return root, run(root / "saved", launches)
+    return root, run_tasks(root / "saved", launches)
 
 
 @pytest.fixture(scope="module")
@@ -118,7 +118,7 @@ def read(source: Path, model: MegatronModel) -> dict[Key, torch.Tensor]:
 
 
 @pytest.mark.parametrize(("name", "layout"), CASES)
-def test_rank_files_are_merged_to_the_tensors_of_one_rank(saved, models, name, layout):
+def test_rank_files_merge_to_unsharded_tensors(saved, models, name, layout):
     root, _ = saved
     expected = read(root / f"{name}_tp1", models[name])
     check_equal(read(root / f"{name}_{layout}", models[name]), expected)
@@ -131,7 +131,7 @@ def test_rank_files_are_merged_to_the_tensors_of_one_rank(saved, models, name, l
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_splits_are_those_of_megatron_core(saved, name):
+def test_splits_match_megatron_core(saved, name):
     dims = saved[1]["tp2", f"{name}_keys"]["sharded_dims"]
     for key, split_dims in dims.items():
         if ".experts." in key:
@@ -144,7 +144,7 @@ def test_splits_are_those_of_megatron_core(saved, name):
 
 @pytest.fixture(scope="module")
 def loaded(saved, models):
-    """Logits of what this library wrote, loaded strictly by megatron-core."""
+    """Logits of checkpoints written by this library and loaded strictly by megatron-core."""
     root, _ = saved
     launches: dict[str, list[dict]] = {layout: [] for layout in LAYOUTS}
     for name, layout in CASES:
@@ -159,11 +159,11 @@ def loaded(saved, models):
             expert_tp_size=1,
         )
         launches[layout].append(task("load_logits", root, name, load=str(target), load_format="legacy"))
-    return run(root / "loaded", launches)
+    return run_tasks(root / "loaded", launches)
 
 
 @pytest.mark.parametrize(("name", "layout"), CASES)
-def test_megatron_core_loads_what_is_written(saved, loaded, name, layout):
+def test_megatron_core_loads_written_files(saved, loaded, name, layout):
     root, _ = saved
     assert loaded[layout, name]["ok"]
     logits = load_file(root / "loaded" / layout / f"{name}.safetensors")["logits"]

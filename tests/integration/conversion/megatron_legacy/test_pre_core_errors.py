@@ -1,4 +1,4 @@
-"""Checkpoints of Megatron-LM before Megatron-Core that are refused: damaged, unknown, or of another model."""
+"""Tests of rejected pre-Megatron-Core checkpoints: damaged, unknown, or from another model."""
 
 import re
 import sys
@@ -30,8 +30,8 @@ def change(path: Path, edit: Callable[[dict], object]) -> None:
     torch.save(content, path)
 
 
-def refusal(source: Path, config: Path) -> str:
-    """The error of a conversion, which is one line, names the checkpoint and leaves nothing behind."""
+def get_error(source: Path, config: Path) -> str:
+    """Returns the conversion's error: one line with the checkpoint's path, and no output folder."""
     target = source.with_name("out")
     with pytest.raises(CheckpointError) as caught:
         convert(source, target, "hf", config=str(config))
@@ -45,11 +45,11 @@ def layers(content: dict) -> dict:
     return content["model"]["language_model"]["transformer"]
 
 
-def nested_in_itself(content: dict) -> None:
+def nest_in_itself(content: dict) -> None:
     content["model"]["language_model"]["embedding"]["more"] = content["model"]["language_model"]
 
 
-def twice(content: dict) -> None:
+def duplicate_tensor(content: dict) -> None:
     layers(content)["layers.1.self_attention.query_key_value.weight"] = layers(content)[LAYER]
 
 
@@ -75,13 +75,13 @@ DAMAGED = {
         lambda content: content["model"]["language_model"].update(decoder={"layers.0.x": torch.zeros(1)}),
         r"language_model\.decoder\.layers\.0\.x is not a supported tensor",
     ),
-    "one tensor under two names": (twice, "linear_qkv.weight twice"),
+    "one tensor under two names": (duplicate_tensor, "linear_qkv.weight twice"),
     "no tensor": (lambda content: layers(content).update({LAYER: "text"}), "linear_qkv.weight is not a tensor"),
     "deeper tables": (
         lambda content: content["model"]["language_model"]["embedding"]["word_embeddings"].update(more={"weight": {}}),
         r"word_embeddings\.more is not a supported tensor",
     ),
-    "a table that holds itself": (nested_in_itself, "repeats shared objects"),
+    "a table that holds itself": (nest_in_itself, "repeats shared objects"),
     "a number as a name": (lambda content: layers(content).update({5: torch.zeros(1)}), "not a dict with string keys"),
     "rows that do not divide": (
         lambda content: layers(content).update({LAYER: layers(content)[LAYER][:-1].clone()}),
@@ -102,12 +102,12 @@ DAMAGED = {
 
 
 @pytest.mark.parametrize("case", DAMAGED)
-def test_damage_is_named(gpt2, tmp_path, case):
+def test_damage_is_reported(gpt2, tmp_path, case):
     folder, model = gpt2
     edit, message = DAMAGED[case]
     source = write_checkpoint(tmp_path / "megatron", gpt2_parts(model), "2020", 0)
     change(next(source.rglob("*.pt")), edit)
-    assert re.search(message, refusal(source, folder))
+    assert re.search(message, get_error(source, folder))
 
 
 ARGUMENTS = {
@@ -122,48 +122,48 @@ ARGUMENTS = {
 
 
 @pytest.mark.parametrize("case", ARGUMENTS)
-def test_arguments_have_to_be_those_of_the_config(gpt2, tmp_path, case):
+def test_arguments_must_match_config(gpt2, tmp_path, case):
     folder, model = gpt2
     args, message = ARGUMENTS[case]
     same = {"num_layers": 2, "num_attention_heads": 4, "layernorm_epsilon": 1e-5, "model_parallel_size": 1}
     source = write_checkpoint(tmp_path / "megatron", gpt2_parts(model), "2020", 1.0, args={**same, **args})
-    assert message in refusal(source, folder)
+    assert message in get_error(source, folder)
     source = write_checkpoint(tmp_path / "same", gpt2_parts(model), "2020", 1.0, args={"kv_channels": None, **same})
     convert(source, tmp_path / "hf", "hf", config=str(folder))
 
 
-def test_ranks_of_two_versions(gpt2, tmp_path):
+def test_mixed_rank_versions_are_rejected(gpt2, tmp_path):
     folder, model = gpt2
     source = write_checkpoint(tmp_path / "megatron", gpt2_parts(model), "2020", 2.0, tp=2)
     change(sorted(source.rglob("*.pt"))[1], lambda content: content.update(checkpoint_version=1.0))
-    assert "checkpoint_version is 1.0, but another rank has 2.0" in refusal(source, folder)
+    assert "checkpoint_version is 1.0, but another rank has 2.0" in get_error(source, folder)
 
 
-def test_older_orders_know_no_groups(tmp_path):
-    """Grouped queries came long after version 2.0."""
+def test_old_versions_reject_grouped_queries(tmp_path):
+    """Grouped-query attention was added long after version 2.0."""
     model = tiny_model("llama")
     model.save_pretrained(tmp_path / "hf")
     source = write_checkpoint(tmp_path / "megatron", llama_parts(model), "2023", 3.0)
     change(next(source.rglob("*.pt")), lambda content: content.update(checkpoint_version=1.0))
-    assert "4 heads and 2 groups in checkpoint_version 1.0" in refusal(source, tmp_path / "hf")
+    assert "4 heads and 2 groups in checkpoint_version 1.0" in get_error(source, tmp_path / "hf")
 
 
-def test_another_model_type_is_refused(gpt2, tmp_path):
+def test_other_model_type_is_rejected(gpt2, tmp_path):
     folder, _ = gpt2
     source = write_checkpoint(tmp_path / "megatron", bert_parts(tiny_model("megatron_bert")), "2020", 0)
-    assert "have no counterpart in GPT2LMHeadModel" in refusal(source, folder)
+    assert "have no counterpart in GPT2LMHeadModel" in get_error(source, folder)
 
 
-def test_a_vocabulary_smaller_than_that_of_the_config(gpt2, tmp_path):
+def test_too_small_vocabulary_is_rejected(gpt2, tmp_path):
     folder, model = gpt2
     parts = gpt2_parts(model)
     parts.embeddings["word"] = parts.embeddings["word"][:128].clone()
     source = write_checkpoint(tmp_path / "megatron", parts, "2020", 0, rows=128)
-    assert "(128, 64)" in refusal(source, folder)
+    assert "(128, 64)" in get_error(source, folder)
 
 
-def test_loss_scalers_of_older_files_are_passed_over(gpt2, tmp_path, monkeypatch):
-    """Their module, `fp16.loss_scaler`, is no part of Megatron's package; nothing of it is looked up."""
+def test_old_loss_scalers_are_ignored(gpt2, tmp_path, monkeypatch):
+    """Their module, `fp16.loss_scaler`, is not part of Megatron's package and is never imported."""
     folder, model = gpt2
     module = types.ModuleType("fp16.loss_scaler")
     scaler = type("DynamicLossScaler", (), {"__module__": "fp16.loss_scaler"})
