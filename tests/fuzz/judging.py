@@ -54,7 +54,8 @@ def judge_case(
         return {"judgment": "equal", "worst": "the ranks agree"}
     if "error" in one:
         trips = any(
-            loop_pattern.trips and one["steps"] >= loop_pattern.acts for loop_pattern in patterns_of(case["loop_patterns"])
+            loop_pattern.trips and one["steps"] >= loop_pattern.acts
+            for loop_pattern in patterns_of(case["loop_patterns"])
         )
         return {
             "judgment": "goes on" if trips else "accepted",

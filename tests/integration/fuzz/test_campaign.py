@@ -36,7 +36,8 @@ def test_case_depends_only_on_seed_and_number():
     assert drawn[:20] != [draw_case(6, number) for number in range(20)]
     for case in drawn:
         assert ranks_of(case["layout"]) in (2, 3, 4)
-        assert together(case["loop_patterns"], case["layout"]) and all(fits(case, name) for name in case["loop_patterns"])
+        assert together(case["loop_patterns"], case["layout"])
+        assert all(fits(case, name) for name in case["loop_patterns"])
 
 
 def damage(loop):
@@ -102,7 +103,8 @@ def test_seeded_fault_shrinks_to_minimal_case(monkeypatch, tmp_path):
     batch = simple_case("tp2", "plain")["batch"] | {"rows": 5, "padding": "left", "accumulation": 2}
     case = simple_case("tp2+sp", "total norm", "qwen3", batch=batch, loop_patterns=["total norm", "loss scaled"])
     shrunk = shrink(case, "differs")
-    assert shrunk["loop_patterns"] == ["total norm"] and shrunk["type"] == "llama" and shrunk["layout"] == {"tp_size": 2}
+    assert shrunk["loop_patterns"] == ["total norm"]
+    assert shrunk["type"] == "llama" and shrunk["layout"] == {"tp_size": 2}
     assert (
         shrunk["batch"]["steps"] == 1 and shrunk["batch"]["padding"] == "none" and shrunk["batch"]["accumulation"] == 1
     )
