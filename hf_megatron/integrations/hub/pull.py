@@ -6,8 +6,10 @@ that were left out on purpose are listed in `partial.json`, so that readers can 
 
 import os
 import shutil
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Lock
 
 from huggingface_hub import HfApi, RepoFile, hf_hub_download
 from huggingface_hub.errors import EntryNotFoundError, HFValidationError
@@ -26,6 +28,8 @@ from .pulled_folder import WAITING, Pulled, compute_sha256, link_part, put_in_pl
 from .push_selection import INDEX, REFUSED, explained, weight_map
 from .required_files import Stage, files_for, merged_files_for, stage_of
 
+# As `snapshot_download`.
+_CONCURRENT_DOWNLOADS = 8
 _OF_RANKS = ("random-", "data-")
 
 
@@ -99,7 +103,7 @@ class _Pull:
                 raise CheckpointError(
                     f"{repo_id} has a file {name!r} with a path outside the folder; nothing is pulled."
                 )
-        self.fetched = 0
+        self.fetched, self._lock = 0, Lock()
 
     def run(self, config: MegatronConfig | None, ranks: Mapping[int, Axes], optimizer: bool) -> Pulled:
         self.config, self.ranks = config, ranks
@@ -113,13 +117,11 @@ class _Pull:
         names = self._wanted(manifest)
         small = {name for name in names if not name.endswith(".safetensors")} - {last}
         digests: Mapping[str, FileDigest] = {} if manifest is None else manifest.files
-        for name in sorted(small):
-            self._checked(name, digests.get(name))
+        self._fetch_all(small, digests)
         needed = self._needed(manifest, names, optimizer) | small
         # Keep files that an earlier pull fetched for other ranks.
         here = {name for name in names - needed if (self.target / name).is_file()}
-        for name in sorted((needed | here) - small - {last}):
-            self._checked(name, digests.get(name))
+        self._fetch_all((needed | here) - small - {last}, digests)
         return self._finish(last, names, needed | here)
 
     def _wanted(self, manifest: Manifest | None) -> set[str]:
@@ -174,6 +176,13 @@ class _Pull:
                 needed |= merged_files_for(index, stage)
         return needed if manifest is None else needed | _without_layout(manifest, names, self.ranks)
 
+    def _fetch_all(self, names: Set[str | None], digests: Mapping[str, FileDigest]) -> None:
+        """Fetches and checks files, several at a time."""
+        # Not `snapshot_download`: when the Hub does not answer, it returns the folder as it is, with a warning.
+        with ThreadPoolExecutor(max_workers=_CONCURRENT_DOWNLOADS) as threads:
+            for _ in threads.map(lambda name: self._checked(name, digests.get(name)), sorted(filter(None, names))):
+                pass
+
     def _fetch(self, name: str, folder: Path) -> Path:
         try:
             path = hf_hub_download(
@@ -181,7 +190,8 @@ class _Pull:
             )
         except EntryNotFoundError as error:
             raise CheckpointError(f"{self.repo_id} at {self.commit} has no {name}.") from error
-        self.fetched += os.path.getsize(path)
+        with self._lock:
+            self.fetched += os.path.getsize(path)
         return Path(path)
 
     def _checked(self, name: str, entry: FileDigest | None) -> None:
