@@ -1,10 +1,10 @@
-"""The structure of the library as numbers: `python -m tests.structure [--hops]`.
+"""Structural metrics of the library: `python -m tests.structure [--hops]`.
 
-    arrows    imports from a room to one that stands above it in `ORDER`, wherever in a file they are
-    circles   files that import each other, type hints and imports inside functions included
+    arrows    upward imports: from a component to one above it in `ORDER`, at any place in a file
+    circles   import cycles between files, including type hints and imports inside functions
     hops      frames of this library on the stack when a weight is placed, a gradient reduced, a shard written
 
-A room is a folder or a file of `hf_megatron`; `conversion` and `model_cards` are rooms although they lie beside it.
+A component is a folder or file of `hf_megatron`, or one of the folders `conversion` and `model_cards` next to it.
 """
 
 import argparse
@@ -20,7 +20,7 @@ ROOT = Path(__file__).parent.parent
 PACKAGE = "hf_megatron"
 MAPPED = {"conversion", "model_cards"}
 
-# The highest floor first. Rooms on one line do not import each other, or only from left to right.
+# The highest layer first. Within a layer, components import each other only from left to right, if at all.
 ORDER = (
     ("cli", "__main__"),
     ("planner",),
@@ -42,7 +42,7 @@ ORDER = (
 
 
 def files() -> dict[str, Path]:
-    """Module name -> file, of the library's own files."""
+    """Returns the files of the library by module name."""
     found = {}
     for folder, prefix in ((PACKAGE, PACKAGE), *((name, f"{PACKAGE}.{name}") for name in sorted(MAPPED))):
         for path in sorted((ROOT / folder).rglob("*.py")):
@@ -52,13 +52,13 @@ def files() -> dict[str, Path]:
 
 
 def room(module: str) -> str:
-    """The folder or file of the package that a module belongs to."""
+    """Returns the component of a module: its top-level folder or file in the package."""
     parts = module.split(".")
     return parts[1] if len(parts) > 1 else "__init__"
 
 
 def public_names() -> dict[str, list[str]]:
-    """Public classes and functions of modules -> where they are defined."""
+    """Returns the modules that define each public class or function name."""
     found: dict[str, list[str]] = {}
     for module, path in files().items():
         for node in ast.parse(path.read_text(encoding="utf-8")).body:
@@ -68,7 +68,7 @@ def public_names() -> dict[str, list[str]]:
 
 
 def imports(module: str, path: Path, known: set[str]) -> Iterator[str]:
-    """The library's modules that a file imports, anywhere in it."""
+    """Yields the modules of the library that a file imports, at any place in it."""
     package = module if path.name == "__init__.py" else module.rpartition(".")[0]
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
@@ -93,7 +93,7 @@ def graph() -> dict[str, set[str]]:
 
 
 def upward_arrows() -> list[str]:
-    """Imports of a room that stands above the importing one."""
+    """Returns the imports from a component above the importing one."""
     floor = {name: number for number, names in enumerate(ORDER) for name in names}
     place = {name: names.index(name) for names in ORDER for name in names}
     arrows = []
@@ -106,7 +106,7 @@ def upward_arrows() -> list[str]:
 
 
 def circles() -> list[list[str]]:
-    """Groups of files that import each other, directly or through others (Tarjan's strongly connected components)."""
+    """Returns groups of files with import cycles (Tarjan's strongly connected components)."""
     edges, index, low, stack, found = graph(), {}, {}, [], []
 
     def visit(module: str) -> None:
@@ -132,7 +132,7 @@ def circles() -> list[list[str]]:
 
 
 def own_frames() -> list[str]:
-    """The frames of this library on the stack, the outermost first."""
+    """Returns the frames of this library on the stack, outermost first."""
     frames, frame = [], sys._getframe(1)
     while frame is not None:
         name = frame.f_globals.get("__name__", "")
@@ -143,7 +143,7 @@ def own_frames() -> list[str]:
 
 
 def _noting(found: dict[str, list[str]], name: str, function):
-    """`function`, which notes the frames of its first call."""
+    """Wraps `function` to record the frames of its first call."""
 
     def wrapper(*args, **kwargs):
         found.setdefault(name, own_frames())
@@ -195,7 +195,7 @@ def _hops_on_rank(directory: str) -> dict[str, list[str]]:
 
 
 def hops() -> dict[str, list[str]]:
-    """What is done -> this library's frames on the stack when it is."""
+    """Returns the frames of this library on the stack at each traced operation."""
     from hf_megatron.core.fork_harness import run_ranks
 
     with tempfile.TemporaryDirectory() as directory:

@@ -1,4 +1,4 @@
-"""The support table of the documents and README's summary of it, generated from `verified.json`."""
+"""Support table of the documentation and its summary in README, generated from `verified.json`."""
 
 import json
 import re
@@ -10,7 +10,7 @@ from typing import Any
 
 from hf_megatron.models.verified import records
 
-# Heading -> kind of layout, tp size, pp size, cp size, ep size.
+# Heading -> layout kind, tp size, pp size, cp size, ep size.
 COLUMNS = {
     "tp2": ("tp", 2, 1, 1, 1),
     "tp2 + sp": ("tp+sp", 2, 1, 1, 1),
@@ -23,7 +23,7 @@ COLUMNS = {
     "tp2 + ep2": ("tp+ep", 2, 1, 1, 2),
     "tp2 + sp + ep2": ("tp+sp+ep", 2, 1, 1, 2),
 }
-# What an error says before its reason: the field, and which model it is.
+# Prefix of an error message before the reason: the config field and the model type.
 _REASON = re.compile(r"^\w+Error: (MegatronConfig\.\w+( = \S+)?: )?(model type '\w+' )?")
 _PART = "<!-- {0} -->\n", "<!-- end of {0} -->"
 
@@ -41,7 +41,7 @@ def _cell(row: Mapping[str, Any] | None) -> str:
 
 
 def support_table(rows: Iterable[Mapping[str, Any]] | None = None) -> str:
-    """Renders a line per model class and a column per layout; then shares that are split, and what is refused."""
+    """Renders a row per model class and a column per layout, then the split shares and the unsupported layouts."""
     by_class: dict[tuple[str, str], dict[tuple[Any, ...], Mapping[str, Any]]] = defaultdict(dict)
     further: dict[tuple[str, str], dict[str, list[Mapping[str, Any]]]] = defaultdict(lambda: defaultdict(list))
     reasons: dict[str, list[str]] = defaultdict(list)
@@ -93,7 +93,7 @@ def support_table(rows: Iterable[Mapping[str, Any]] | None = None) -> str:
 
 
 def _further(compared: Mapping[str, list[Mapping[str, Any]]]) -> str:
-    """Lists changed configs that were equal, and the layouts on which they were not."""
+    """Renders the changed configs that passed, with the layouts on which they failed."""
     headings = {column: heading.replace(" ", "") for heading, column in COLUMNS.items()}
     texts = []
     for changes, rows in sorted(compared.items()):
@@ -109,7 +109,7 @@ def _changes(row: Mapping[str, Any]) -> str:
 
 
 def support_summary(rows: Iterable[Mapping[str, Any]] | None = None) -> str:
-    """Counts in one sentence how many model classes pass on which layout."""
+    """Renders the number of passing model classes per layout as a sentence."""
     found = [row for row in (records() if rows is None else rows) if not row["changes"]]
     classes = {(row["model_type"], row["class"]) for row in found}
     passed = Counter(_layout(row) for row in found if row["passed"])
@@ -121,7 +121,7 @@ def support_summary(rows: Iterable[Mapping[str, Any]] | None = None) -> str:
 
 
 def update(path: Path) -> None:
-    """Writes the table, or the summary, between the markers of a Markdown file."""
+    """Updates the table and the summary between the markers of a Markdown file."""
     text = path.read_text(encoding="utf-8")
     for name, content in (("support table", support_table()), ("support summary", support_summary())):
         begin, end = (marker.format(name) for marker in _PART)

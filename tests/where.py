@@ -1,7 +1,7 @@
-"""Which tests execute a source file: `python -m tests.where hf_megatron/core/mesh.py [...]`.
+"""Finder of test files that execute a source file: `python -m tests.where hf_megatron/core/mesh.py [...]`.
 
-`tests/executed.json` is recorded by `python -m pytest -n auto --executed=tests/executed.json` (the first tier; add
-`-m ""` for all tests).
+`python -m pytest -n auto --executed=tests/executed.json` records `tests/executed.json` (the first tier; add `-m ""`
+for all tests).
 """
 
 import argparse

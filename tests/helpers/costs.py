@@ -1,15 +1,16 @@
-"""Where the suite's time goes: wall and CPU seconds of every test, its forks and launches included.
+"""Wall and CPU seconds of every test, including its forked and launched processes.
 
     python -m pytest --costs=costs.json
-    python -m tests.helpers.costs costs.json          # the dearest files and tests
-    python -m tests.helpers.costs costs.json --keep   # writes what slow tests took to tests/costs.json
+    python -m tests.helpers.costs costs.json          # prints the slowest files and tests
+    python -m tests.helpers.costs costs.json --keep   # records the times of slow tests in tests/costs.json
 
-`tests/costs.json` has the seconds of slow functions, by which the parts of `--slow-part` take about as long.
+`tests/costs.json` has the seconds of slow test functions; `--slow-part` uses them to balance its parts.
 
-A run ends with what it took and with how much of the machine others used: where that is much, its times say little.
+A run prints its total time and the share of the machine that other processes used. If that share is large, the times
+are unreliable.
 
-What a module's fixture costs is counted with the first test that asks for it. Children are counted when they have
-ended and were waited for, by this process or by a child of it.
+The cost of a module-scoped fixture counts toward the first test that requests it. The cost of a child process counts
+once it has ended and was waited for, by this process or by one of its children.
 """
 
 import json
@@ -27,13 +28,13 @@ _KEY = "costs"
 _LAST = pytest.StashKey[tuple[float, float, float]]()
 _STARTED = pytest.StashKey[tuple[float, float]]()
 _costs: dict[str, dict[str, list[float]]] = {}
-# Collecting and starting workers takes about this long on each, outside of tests.
+# CPU seconds that each worker spends on start-up and collection, outside of tests.
 _START_SECONDS = 25
 _DISTURBED = 0.15
 KEPT = Path(__file__).parents[1] / "costs.json"
-# Of a case of a function that is not kept.
+# Assumed seconds per case of a function without a record.
 _SECONDS_OF_A_CASE = 0.5
-# Cheaper functions are not kept.
+# Faster functions are not recorded.
 _LEAST = 5
 
 
@@ -43,7 +44,7 @@ def _now():
 
 
 def _busy():
-    """Seconds that all cores together have worked, for anybody."""
+    """Returns the busy seconds of all cores, over all processes of the machine."""
     fields = [int(field) for field in Path("/proc/stat").read_text().split("\n")[0].split()[1:]]
     return (sum(fields[:8]) - fields[3] - fields[4]) / os.sysconf("SC_CLK_TCK")
 
@@ -82,7 +83,7 @@ def pytest_runtest_makereport(item, call):
 
 
 def pytest_runtest_logreport(report):
-    # Under xdist the workers' reports arrive here in the process that started them.
+    # With xdist, the controller process receives the workers' reports here.
     for name, spent in report.user_properties:
         if name == _KEY:
             _costs.setdefault(report.nodeid, {})[report.when] = spent
@@ -112,7 +113,12 @@ def summarise(path, count=25):
 
 
 def parts_of_equal_cost(functions: Mapping[str, int], parts: int) -> Sequence[set[str]]:
-    """Deals functions, with how many cases they have, into parts that take about as long."""
+    """Splits functions into parts of about equal total time.
+
+    Args:
+        functions: Number of cases of each function.
+        parts: Number of parts.
+    """
     known = json.loads(KEPT.read_text(encoding="utf-8"))
     costs = {name: known.get(name, _SECONDS_OF_A_CASE * cases) for name, cases in functions.items()}
     found: list[set[str]] = [set() for _ in range(parts)]
@@ -125,7 +131,7 @@ def parts_of_equal_cost(functions: Mapping[str, int], parts: int) -> Sequence[se
 
 
 def keep(path):
-    """Writes the seconds of functions in a run of slow tests to `KEPT`, beside those of others."""
+    """Merges the seconds per function of a run of slow tests into `tests/costs.json`."""
     found: Counter[str] = Counter()
     for name, phases in json.loads(Path(path).read_text()).items():
         found[name.partition("[")[0]] += sum(wall for wall, _, _ in phases.values())

@@ -1,4 +1,4 @@
-"""The commands that README, docs and examples show, found by their first words."""
+"""Commands shown in README, docs and examples, found by their first words."""
 
 import re
 from pathlib import Path
@@ -15,7 +15,7 @@ _STARTS = ("hf-megatron ", "accelerate launch", "torchrun ", "python ", "python3
 
 
 def documented_commands(start: str) -> list[tuple[str, str]]:
-    """(page, command) of every command with these first words, in code blocks and between backticks, once."""
+    """Returns (page, command) of each distinct command that begins with `start`, in code blocks and inline code."""
     found: dict[str, str] = {}
     for page in PAGES:
         for command in _commands(page.read_text(encoding="utf-8")):
@@ -25,7 +25,7 @@ def documented_commands(start: str) -> list[tuple[str, str]]:
 
 
 def other_commands() -> list[str]:
-    """Lines of shell blocks that begin with none of the words above."""
+    """Returns the lines of shell blocks that begin with none of `_STARTS`."""
     lines = (line for page in PAGES for block in _shell_blocks(page.read_text("utf-8")) for line in _lines(block))
     return [line for line in lines if not line.startswith(_STARTS)]
 

@@ -1,10 +1,10 @@
-"""Which source files each test file executes, forked ranks included.
+"""Recorder of the source files that each test file executes, including forked ranks.
 
     python -m pytest -n auto --executed=tests/executed.json    # records a run
-    python -m tests.where hf_megatron/core/mesh.py             # prints the test files
+    python -m tests.where hf_megatron/core/mesh.py             # prints its test files
 
-A global trace function notes the file of every function that is called and traces nothing inside of it, which makes a
-run two to three times as long. Processes that are started anew, such as launchers, are not traced.
+A global trace function records the file of every called function and disables tracing inside it, so a run takes two
+to three times as long. Newly started processes, such as launchers, are not traced.
 """
 
 import json
@@ -36,7 +36,7 @@ def _sources() -> list[str]:
 
 
 def _leave(status: int) -> None:
-    """Writes what a forked rank called, which ends without returning to the test."""
+    """Replaces `os._exit`: writes the called files first, since a forked rank never returns to the test."""
     with tempfile.NamedTemporaryFile("w", dir=os.environ[_FOLDER], suffix=".json", delete=False) as file:
         json.dump(_sources(), file)
     _exit(status)
@@ -52,20 +52,20 @@ def pytest_configure(config):
 
 
 class _Recorder:
-    """Traces this process and its forks, and collects per test file what was called."""
+    """Plugin that traces this process and its forks, and collects the called source files per test file."""
 
     def __init__(self, config):
         self.config = config
         self.is_worker = hasattr(config, "workerinput")
         self.found: dict[str, set[str]] = defaultdict(set)
         if not self.is_worker:
-            # Workers inherit it, and leave their own results there too.
+            # Workers inherit this variable and write their results to the same folder.
             os.environ[_FOLDER] = tempfile.mkdtemp(prefix="executed_")
         self.folder = Path(os.environ[_FOLDER])
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item):
-        # A folder of its own for each test: ranks of two workers end at the same time.
+        # A separate folder per test: ranks of different workers may end at the same time.
         folder = Path(tempfile.mkdtemp(dir=self.folder))
         os.environ[_FOLDER] = str(folder)
         _called.clear()

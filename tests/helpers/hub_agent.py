@@ -1,7 +1,7 @@
-"""What the tests of the Hub run in a process of its own, whose environment names the server on loopback.
+"""Worker process of the Hub tests, whose environment points to the loopback server.
 
-`huggingface_hub` reads its environment when it is imported. One process is started for all tests; it is told on its
-standard input what to call, one JSON line per call, and forks the ranks. Answers are JSON lines too.
+A separate process is needed since `huggingface_hub` reads its environment on import. All tests share one process. It
+reads calls from standard input, one JSON line per call, forks the ranks, and writes results as JSON lines.
 """
 
 import json
@@ -58,7 +58,7 @@ def push_adapter(source, layout, repo, **kwargs):
 
 
 def plain_adapter_hashes(repo, source):
-    """Of an adapter that plain PEFT reads from the Hub."""
+    """Returns the weight hashes of an adapter that plain PEFT loads from the Hub."""
     from peft import PeftModel
 
     model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(source), repo)
@@ -86,7 +86,7 @@ def _optimizer(model):
 
 
 def save_shards(source, layout, folder):
-    """A sharded checkpoint with moments; two steps on a batch that depends on the dp rank."""
+    """Trains two steps and saves a sharded checkpoint with moments; returns the weight hashes."""
     model = _model(source, layout).train()
     optimizer = _optimizer(model)
     for step in range(2):
@@ -103,7 +103,7 @@ def save_shards(source, layout, folder):
 
 
 def load_shards(source, layout, folders, optimizer=True):
-    """Weights after loading a folder of each rank's own, and this rank's moments."""
+    """Returns the weight hashes after each rank has loaded its own folder, and statistics of the local moments."""
     model = _model(source, layout)
     checkpoint = open_checkpoint(folders[dist.get_rank()])
     load_model(model, checkpoint)
@@ -117,14 +117,14 @@ def load_shards(source, layout, folders, optimizer=True):
 
 
 def load_merged(folders, layout):
-    # One name on all hosts: a folder of each.
+    # The relative path is the same on all hosts, the folder is local to each.
     os.chdir(folders[dist.get_rank()])
     model = _model("model", layout)
     return _hashes(model), model.config._name_or_path
 
 
 def plain_hashes(repo, revision="main"):
-    """Of a model that plain transformers reads from the Hub."""
+    """Returns the weight hashes of a model that plain transformers loads from the Hub."""
     model = AutoModelForCausalLM.from_pretrained(repo, revision=revision)
     return {name: hash_tensor(tensor) for name, tensor in sorted(model.state_dict().items())}
 

@@ -1,12 +1,12 @@
-"""A Hub on loopback: a real HTTP server that speaks what `huggingface_hub` asks of the Hub to upload and download.
+"""Loopback Hub: an HTTP server with the endpoints that `huggingface_hub` uses for uploads and downloads.
 
-Spoken: whoami, repositories, branches, pull requests, trees, preupload, git-LFS batch with basic and multipart uploads
-and verification, commits, `resolve` with ETag and ranges, the Hub's error codes. Not spoken: Xet, which the client has
-to have disabled, discussions, gated repositories. A commit is all or nothing, and an LFS file has to be uploaded to the
-repository before it is committed. Cards are checked to start with YAML whose known fields have the Hub's types; the Hub
-knows more fields and checks their values too.
+Supported: whoami, repositories, branches, pull requests, trees, preupload, git-LFS batch with basic and multipart
+uploads and verification, commits, `resolve` with ETag and ranges, the Hub's error codes. Not supported: Xet, which must
+be disabled in the client, discussions, gated repositories. Commits are atomic, and an LFS file must be uploaded to the
+repository before it is committed. Cards must start with YAML, and the types of a few fields are checked; the real Hub
+checks more fields, and their values.
 
-Everything is in memory. Requests are logged, and faults can be put in the way of them.
+All state is in memory. Requests are logged, and faults can be injected.
 """
 
 import base64
@@ -24,14 +24,14 @@ from urllib.parse import parse_qs, unquote, urlsplit
 import yaml
 
 LFS_SUFFIXES = (".safetensors", ".bin", ".pt", ".png")
-# As the Hub: what is larger than this, or of these kinds, is an LFS file.
+# As on the Hub, files that are larger than this or have one of the suffixes above are LFS files.
 LARGEST_REGULAR = 10 << 20
 CARD_FIELDS = {"library_name": str, "pipeline_tag": str, "tags": list, "datasets": (list, str), "model_name": str}
 
 
 @dataclass(frozen=True)
 class File:
-    """A file of a commit: its bytes are in the git store, or in the LFS store under their sha256."""
+    """File of a commit; its bytes are in the git store, or in the LFS store under their sha256."""
 
     oid: str
     size: int
@@ -45,18 +45,18 @@ class Repo:
     commits: dict = field(default_factory=dict)
     refs: dict = field(default_factory=dict)
     messages: dict = field(default_factory=dict)
-    # sha256 -> content of the LFS files that were uploaded to it.
+    # sha256 -> content of the uploaded LFS files.
     objects: dict = field(default_factory=dict)
 
 
 class HubServer:
-    """The state of the Hub, and a thread that serves it; a context manager.
+    """Context manager with the state of the Hub and the thread that serves it.
 
     Attributes:
         log: `(method, path)` of every request.
-        puts: sha256 of every LFS object that was stored, in order; once more for every time it was.
+        puts: sha256 of every stored LFS object, in order, repeated when an object is stored again.
         part_size: LFS objects larger than this are uploaded in parts.
-        sent: bytes of file contents that were sent, by name of the file.
+        sent: Bytes of file content sent, by file name.
     """
 
     def __init__(self, part_size=1 << 30):
@@ -80,11 +80,11 @@ class HubServer:
 
     @contextmanager
     def fault(self, method, pattern, action, *, first=1, count=10**9):
-        """Puts `action` in the way of requests number `first` to `first + count - 1` whose path matches.
+        """Injects a fault into the matching requests `first` to `first + count - 1`, counted from 1.
 
         Args:
-            action: a status code to answer, `"drop"` to close the connection after half of the content, or `"flip"` to
-                send the content with its last byte changed.
+            action: A status code to respond with, `"drop"` to close the connection after half of the content, or
+                `"flip"` to send the content with its last byte changed.
         """
         entry = {"method": method, "pattern": re.compile(pattern), "action": action, "seen": 0, "first": first}
         entry["last"] = first + count - 1
@@ -106,7 +106,7 @@ class HubServer:
         return None
 
     def files(self, repo_id, revision="main"):
-        """Name -> content, of a commit, branch or pull request."""
+        """Returns the file contents by name, at a commit, branch or pull request."""
         with self.lock:
             repo = self.repos[repo_id]
             entries = repo.commits[repo.refs.get(revision, revision)]
@@ -126,7 +126,7 @@ class HubServer:
 
 
 class Answer(Exception):
-    """Ends a request with a status."""
+    """Ends a request with this status and body."""
 
     def __init__(self, status, body=None, headers=None, code=None, message=None):
         self.status, self.body, self.headers = status, {"error": message} if message else body, dict(headers or {})
@@ -193,7 +193,7 @@ def _handler(hub):
 
 
 class _Requests(BaseHTTPRequestHandler):
-    """What each page does."""
+    """Implementation of each endpoint."""
 
     def reply(self, status, content=b"", headers=None):
         headers = dict(headers or {})

@@ -1,4 +1,4 @@
-"""Small weights under Megatron-Core's names, written to and read from the legacy layout."""
+"""Small weights with Megatron-Core names, written to and read from the legacy checkpoint format."""
 
 import itertools
 from pathlib import Path
@@ -30,7 +30,7 @@ def model(layers: int = 4, tied: bool = False, **further) -> MegatronModel:
 
 
 def weights(layers: int = 4, tied: bool = False, experts: int = 4, latent: bool = False) -> dict[Key, torch.Tensor]:
-    """Every second layer has experts; the dtypes differ."""
+    """Returns random weights of mixed dtypes, with experts in every second layer."""
     h, f, vocabulary = 16, 8, 24
     shapes: dict[str, tuple[int, ...]] = {"embedding.word_embeddings.weight": (vocabulary, h)}
     for number in range(layers):
@@ -108,14 +108,14 @@ def check_equal(found, expected) -> None:
 
 
 def change(path: Path, edit) -> None:
-    """Has a rank's file loaded by torch, edited and saved again."""
+    """Loads a rank's file with torch, applies `edit` to its content and saves it again."""
     content = torch.load(path, weights_only=False)
     edit(content)
     torch.save(content, path)
 
 
 def set_value(path, value):
-    """An edit for `change`: sets an entry of nested tables."""
+    """Returns an edit that sets the entry at `path` in nested dicts."""
     *parts, last = path
 
     def edit(content):

@@ -1,6 +1,6 @@
-"""Checkpoints as Megatron-LM wrote them before Megatron-Core, made of tiny models of transformers with plain torch.
+"""Checkpoints in Megatron-LM's formats before Megatron-Core, written with plain torch from tiny transformers models.
 
-No released file can be had in tests, so each layout is written down from Megatron-LM's history and not from the reader:
+Released files are not available in tests, so each format follows the history of Megatron-LM and not the reader:
 
     2019   one flat table: `megatron/model/gpt2_modeling.py`, commit b886b7bb
     2020   `language_model` -> `embedding`, `transformer`; layers have `attention`: `gpt2_model.py`, commit 197c132e
@@ -8,10 +8,9 @@ No released file can be had in tests, so each layout is written down from Megatr
            `language_model.py`, commit 01e9ce60
     2023   `layernorm` became `norm`: `megatron/legacy/model`, commit 00caa53a
 
-The rows of query, key and value are those that the forward of `megatron/model/transformer.py` splits, by the version
-that a file says (`megatron/checkpointing.py`, commit 0229a695, `_transpose_first_dim`). With np heads on a
-tensor-parallel rank, hn channels each, they are [3, np, hn] in version 0, [np, hn, 3] in 1.0 and [np, 3, hn] from 2.0
-on.
+The row order of the packed query, key and value depends on the checkpoint version (`megatron/checkpointing.py`, commit
+0229a695, `_transpose_first_dim`) and matches the split in the forward of `megatron/model/transformer.py`. With np heads
+of hn channels on a tensor-parallel rank, it is [3, np, hn] in version 0, [np, hn, 3] in 1.0 and [np, 3, hn] from 2.0.
 """
 
 from argparse import Namespace
@@ -25,13 +24,13 @@ import torch
 from torch import Tensor
 
 FILE = "model_optim_rng.pt"
-# A weight, and its bias where it has one.
+# Weight, and bias if there is one.
 Module = tuple[Tensor, Tensor | None]
 
 
 @dataclass(frozen=True)
 class Era:
-    """What modules were called; `nested` tables came with `language_model`."""
+    """Module names of a format; `nested` dicts were introduced with `language_model`."""
 
     block: str
     attention: str
@@ -49,7 +48,7 @@ ERAS = {
 
 @dataclass
 class Layer:
-    """A layer's modules; weights are `[out, in]`, query has `[heads * channels, hidden]`."""
+    """Modules of a layer; weights are `[out, in]`, query is `[heads * channels, hidden]`."""
 
     input_norm: Module
     query: Module
@@ -63,7 +62,7 @@ class Layer:
 
 @dataclass
 class Parts:
-    """A whole model; `up` of a layer is one linear, or gate and up of a gated activation."""
+    """Weights of a full model; `up` of a layer is one linear, or the gate and up of a gated activation."""
 
     heads: int
     groups: int
@@ -82,7 +81,7 @@ def _module(module: Any) -> Module:
 
 
 def gpt2_parts(model: Any) -> Parts:
-    """Takes a GPT2LMHeadModel apart, whose Conv1D weights are `[in, out]`."""
+    """Extracts the weights of a GPT2LMHeadModel, whose Conv1D weights are `[in, out]`."""
 
     def turned(module: Any) -> Module:
         return module.weight.detach().T, module.bias.detach()
@@ -99,7 +98,7 @@ def gpt2_parts(model: Any) -> Parts:
 
 
 def bert_parts(model: Any) -> Parts:
-    """Takes a MegatronBertForPreTraining apart."""
+    """Extracts the weights of a MegatronBertForPreTraining."""
     layers = []
     for block in model.bert.encoder.layer:
         own, out = block.attention.self, block.attention.output
@@ -126,7 +125,7 @@ def bert_parts(model: Any) -> Parts:
 
 
 def llama_parts(model: Any) -> Parts:
-    """Takes a LlamaForCausalLM apart; its norms and linears have no biases."""
+    """Extracts the weights of a LlamaForCausalLM, whose norms and linears have no biases."""
 
     def weight(module: Any) -> Module:
         return module.weight.detach(), None
@@ -144,11 +143,11 @@ def llama_parts(model: Any) -> Parts:
 
 
 def packed_rows(query: Tensor, key: Tensor, value: Tensor, heads: int, groups: int, version: float) -> Tensor:
-    """Packs the rows `[heads * channels, ...]` of one tensor-parallel rank."""
+    """Packs the local query, key and value `[heads * channels, ...]` of a tensor-parallel rank."""
     if version == 0:
         return torch.cat([query, key, value])
     if version == 1:
-        # Row after row: one of query, one of key, one of value.
+        # Interleaves single rows: one row each of query, key and value.
         return torch.stack([row for rows in zip(query, key, value, strict=True) for row in rows])
     pieces = []
     for queries, one_key, one_value in zip(query.chunk(groups), key.chunk(groups), value.chunk(groups), strict=True):
@@ -157,10 +156,10 @@ def packed_rows(query: Tensor, key: Tensor, value: Tensor, heads: int, groups: i
 
 
 class Writer:
-    """The tables of one tensor- and pipeline-parallel rank.
+    """Content of the file of one tensor- and pipeline-parallel rank.
 
     Args:
-        rows: of the padded vocabulary; those behind the model's own hold numbers, as training leaves them.
+        rows: Padded vocabulary size; the padding is nonzero, as after training.
     """
 
     def __init__(self, parts: Parts, era: Era, version: float, tp: tuple[int, int], pp: tuple[int, int], rows: int):
@@ -168,7 +167,7 @@ class Writer:
         (self.rank, self.size), (self.stage, self.stages) = tp, pp
 
     def _columns(self, weight: Tensor) -> Tensor:
-        """What a ColumnParallelLinear has on this rank: rows of weight or bias (`megatron/mpu/layers.py`)."""
+        """Returns the local shard of a ColumnParallelLinear's weight or bias (`megatron/mpu/layers.py`)."""
         return weight.chunk(self.size)[self.rank]
 
     def _vocabulary(self, tensor: Tensor) -> Tensor:
@@ -182,7 +181,7 @@ class Writer:
                 table[f"{name}.{kind}"] = cut(tensor).contiguous().clone()
 
     def _row_parallel(self, table: dict[str, Any], name: str, module: Module) -> None:
-        """A RowParallelLinear has columns of the weight, and the whole bias."""
+        """Stores a RowParallelLinear: the weight is sharded along dim 1, the bias is replicated."""
         self._put(table, name, (module[0].chunk(self.size, 1)[self.rank], module[1]))
 
     def _layer(self, table: dict[str, Any], number: int, layer: Layer) -> None:
@@ -203,12 +202,12 @@ class Writer:
         self._row_parallel(table, f"{name}.mlp.dense_4h_to_h", layer.down)
 
     def model(self) -> dict[str, Any]:
-        """Returns what is under `model` in the file."""
+        """Returns the content of the `model` entry of the file."""
         parts, era = self.parts, self.era
         first, last = self.stage == 0, self.stage == self.stages - 1
         block: dict[str, Any] = OrderedDict()
         own = len(parts.layers) // self.stages
-        # Each stage counts its layers from 0.
+        # Layer indices are local to a stage.
         for number, layer in enumerate(parts.layers[self.stage * own : (self.stage + 1) * own]):
             self._layer(block, number, layer)
         if last:
@@ -258,13 +257,14 @@ def write_checkpoint(
     args: Mapping[str, Any] | None = None,
     archive: bool = False,
 ) -> Path:
-    """Writes a release of every rank.
+    """Writes the files of all ranks as a release.
 
     Args:
-        version: of the order of rows.
-        stated: the version that the files say they have, the same by default; 0 is not written, as it never was.
-        args: Megatron-LM's own; the first releases have none.
-        archive: the zip format of torch 1.6, not the one before.
+        version: Checkpoint version that sets the row order of query, key and value.
+        stated: Checkpoint version in the files, equal to `version` by default; version 0 was never written.
+        rows: Padded vocabulary size.
+        args: Megatron-LM's arguments; the first releases have none.
+        archive: Whether to use the zip format of torch 1.6 instead of the older one.
     """
     (folder / "release").mkdir(parents=True)
     (folder / "latest_checkpointed_iteration.txt").write_text("release")

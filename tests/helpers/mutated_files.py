@@ -1,10 +1,10 @@
-"""Damaged checkpoints of every format, converted: `python -m tests.helpers.mutated_files --cases 10000 --resume LOG`.
+"""Conversion of damaged checkpoints: `python -m tests.helpers.mutated_files --cases 10000 --resume LOG`.
 
-A case is a checkpoint with one file changed, by bytes or by what the file's format means by them, drawn from a seed
-and its number alone. It ends well if the conversion is refused in one line, writes the weights that were there before,
-or writes those that another library reads from the damaged files. It is a finding if it raises anything else, takes
-longer than a time or more memory than an allowance, or writes other weights: also those of another order of heads, and
-any where a checksum covers what was changed.
+A case is a checkpoint with one file changed, either its raw bytes or its content in the file's format. It depends only
+on the seed and the case number. A case passes if the conversion raises a one-line error, writes the original weights,
+or writes the weights that another library reads from the damaged files. It is a finding if the conversion raises
+anything else, exceeds the time or memory limit, or writes other weights. Reordered heads count as other weights, and
+so does any change if a checksum covers the damaged file.
 """
 
 import argparse
@@ -40,11 +40,13 @@ FINDINGS = ("unclear", "raised", "wrong", "hang", "died", "untrue")
 
 @dataclass(frozen=True)
 class Case:
-    """A damaged copy of a checkpoint, and how it is converted.
+    """Damaged copy of a checkpoint, with the options of its conversion.
 
     Attributes:
-        what: was changed.
-        covered: by a checksum that is compared.
+        name: Name of the source checkpoint.
+        what: Damaged file and the kind of change.
+        covered: Whether a verified checksum covers the damaged file.
+        to: Target format.
     """
 
     name: str
@@ -56,7 +58,7 @@ class Case:
 
 
 def drawn(seed: int, number: int, sources: Mapping[str, Made], place: Path) -> Case:
-    """Copies a checkpoint to `place` and damages it."""
+    """Copies a randomly chosen checkpoint to `place` and damages it."""
     draw = random.Random(f"{seed}/{number}")
     name = draw.choice(sorted(sources))
     made = sources[name]
@@ -88,7 +90,7 @@ def drawn(seed: int, number: int, sources: Mapping[str, Made], place: Path) -> C
 
 
 def outcome(case: Case, made: Made, source: Path, target: Path) -> tuple[str, str]:
-    """Converts in this process; returns a verdict and its reason."""
+    """Converts in this process; returns a judgment and its reason."""
     try:
         convert(source, target, case.to, checksums=case.checksums, verify=case.verify)
     except MegatronError as error:
@@ -106,7 +108,7 @@ def outcome(case: Case, made: Made, source: Path, target: Path) -> tuple[str, st
 
 
 def judged(case: Case, made: Made, source: Path, found: Tensors) -> tuple[str, str]:
-    """Compares what was written with what was there before, and with what another library reads now."""
+    """Compares the written weights with the original ones, and with what another library reads from the source."""
     same = same_tensors(found, made.expected[case.to])
     if case.covered and not same:
         return "wrong", "other weights in spite of a checksum"
@@ -116,7 +118,7 @@ def judged(case: Case, made: Made, source: Path, found: Tensors) -> tuple[str, s
         return ("same", "") if same else ("wrong", f"another library refuses it: {error!r}"[:300])
     wanted = made.wanted(content, case.to)
     if wanted is not None:
-        # Another library may lose what is still there to be read.
+        # Another library may miss weights that are still readable.
         if same or same_tensors(found, wanted):
             return ("same" if same else "followed"), ""
         different = [name for name in found if name not in wanted or not found[name].equal(wanted[name])]
@@ -127,7 +129,7 @@ def judged(case: Case, made: Made, source: Path, found: Tensors) -> tuple[str, s
 
 
 def untrue_with(source: Path, target: Path, found: Tensors) -> str:
-    """Says what else of the target is not what it was in the source or not what was written."""
+    """Returns the first difference in auxiliary files of the target, such as config and model card, or ""."""
     config, before = (json.loads((folder / "config.json").read_text("utf-8-sig")) for folder in (target, source))
     for table in (config, before):
         table.pop("dtype", None)
@@ -156,12 +158,12 @@ def _untrue_card(source: Path, target: Path, found: Tensors) -> str:
 
 
 def in_a_fork(function: Callable[[], tuple[str, str]]) -> tuple[str, str]:
-    """Runs a case in a fork of bounded memory, and ends it when its time is over."""
+    """Runs a case in a fork with limits on memory and time."""
     reading, writing = os.pipe()
     process = os.fork()
     if process == 0:
         try:
-            # What is mapped already counts.
+            # RLIMIT_AS includes memory that is already mapped.
             pages = int(Path("/proc/self/statm").read_text().split()[0])
             limit = pages * resource.getpagesize() + BYTES
             resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
@@ -186,25 +188,25 @@ def in_a_fork(function: Callable[[], tuple[str, str]]) -> tuple[str, str]:
 
 
 def run_case(seed: int, number: int, sources: Mapping[str, Made], folder: Path) -> tuple[Case, str, str]:
-    """Returns a case, its verdict and the reason; `folder` is empty before and afterwards."""
+    """Returns a case, its judgment and the reason; `folder` is empty before and afterwards."""
     source, target = folder / "source", folder / "target"
     case = drawn(seed, number, sources, source)
     judgment, reason = in_a_fork(lambda: outcome(case, sources[case.name], source, target))
     if judgment == "hang":
-        # Twice: a busy machine, and a fork of a process with threads, may stand still once.
+        # Retried, since a busy machine or a fork of a multithreaded process may hang once.
         shutil.rmtree(target, ignore_errors=True)
         judgment, reason = in_a_fork(lambda: outcome(case, sources[case.name], source, target))
     left = [path.name for path in folder.iterdir() if path.name not in ("source", "target")]
     if left or (judgment == "refused" and target.exists()):
         judgment, reason = "unclear", f"{left or target} was left behind"
     for path in folder.iterdir():
-        # What a killed conversion leaves is a lock too.
+        # A killed conversion also leaves a lock file.
         shutil.rmtree(path) if path.is_dir() else path.unlink()
     return case, judgment, reason
 
 
 def run(seed: int, cases: int, log: Path, minutes: float) -> collections.Counter[str]:
-    """Runs the cases that the log does not have yet; returns how all of its cases of this seed ended."""
+    """Runs the cases missing from the log; returns the judgment counts of all logged cases of this seed."""
     torch.set_num_threads(1)
     rows = [json.loads(line) for line in log.read_text("utf-8").splitlines()] if log.exists() else []
     done = {row["number"] for row in rows if row["seed"] == seed}

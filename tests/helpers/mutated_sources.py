@@ -1,7 +1,7 @@
-"""Checkpoints of every format that is read, made of numbered entries, and what other libraries read from them.
+"""Checkpoints of every readable format with unique entries, and readers by other libraries.
 
-Every entry of a model and of its moments is another number. So the numbers that another reader finds in a damaged
-checkpoint say which weights it holds, whatever their order there (`Made.wanted`).
+Every entry of a model and of its moments has a unique value. The values that another library reads from a damaged
+checkpoint therefore identify the weights, in any order (`Made.wanted`).
 """
 
 import contextlib
@@ -48,12 +48,12 @@ base_model: some/model
 
 @dataclass(frozen=True)
 class Made:
-    """An undamaged checkpoint.
+    """Undamaged checkpoint.
 
     Attributes:
-        peer: reads, with other libraries, every part of a tensor that is stored, under a name that says which it is.
-        content: what it reads here.
-        expected: what conversions to each format write.
+        peer: Reads every stored chunk of a tensor with other libraries, under a unique name.
+        content: Result of `peer` for this checkpoint.
+        expected: Tensors written by a conversion, by target format.
     """
 
     folder: Path
@@ -62,7 +62,7 @@ class Made:
     expected: Mapping[str, Tensors]
 
     def wanted(self, content: Tensors, to: str) -> Tensors | None:
-        """Returns what has to be written for other content; `None` where it has no such weights, or two of one."""
+        """Returns the tensors to write for changed `content`; `None` if its shapes differ or copies conflict."""
         if _metas(content) != _metas(self.content):
             return None
         before, after = _flat(self.content), _flat(content).view(torch.int32)
@@ -87,7 +87,7 @@ def _flat(content: Tensors) -> Tensor:
 
 
 def same_tensors(found: Tensors, expected: Tensors) -> bool:
-    """Compares bytes."""
+    """Returns whether names, shapes, dtypes and bytes are equal."""
     return found.keys() == expected.keys() and all(
         (found[name].shape, found[name].dtype) == (tensor.shape, tensor.dtype)
         and torch.equal(
@@ -98,18 +98,18 @@ def same_tensors(found: Tensors, expected: Tensors) -> bool:
 
 
 def number(tensors: Tensors, first: int = FIRST) -> int:
-    """Fills tensors with numbers that fp32 holds exactly; returns the next one."""
+    """Fills tensors with consecutive integers, exact in fp32; returns the next integer."""
     for tensor in tensors.values():
         tensor.copy_(torch.arange(first, first + tensor.numel()).view(tensor.shape))
         first += tensor.numel()
     return first
 
 
-# What other libraries read
+# Readers by other libraries
 
 
 def of_index(path: Path) -> Tensors:
-    """A Hugging Face folder, by its index."""
+    """Reads a Hugging Face folder by its index."""
     kind = "model.safetensors" if any(path.glob("model*.safetensors*")) else "pytorch_model.bin"
     index = path / f"{kind}.index.json"
     named = json.loads(index.read_text("utf-8"))["weight_map"] if index.exists() else None
@@ -124,7 +124,7 @@ def of_index(path: Path) -> Tensors:
 def of_store(path: Path) -> Tensors:
     reader = dcp.FileSystemReader(path)
     items = reader.read_metadata().state_dict_metadata
-    # Not a number where nothing is stored.
+    # NaN marks entries that are not stored.
     found = {
         name: torch.full(item.size, torch.nan).to(item.properties.dtype)
         for name, item in items.items()
@@ -133,7 +133,7 @@ def of_store(path: Path) -> Tensors:
     try:
         dcp.load(found, storage_reader=reader, no_dist=True)
     except dcp.api.CheckpointException:
-        # What a conversion does not ask for may be unreadable.
+        # Tensors that a conversion does not read may be unreadable.
         found = {
             name: _of_store_alone(path, name, torch.full_like(tensor, torch.nan)) for name, tensor in found.items()
         }
@@ -148,7 +148,7 @@ def _of_store_alone(path: Path, name: str, tensor: Tensor) -> Tensor:
 
 def of_iteration(path: Path) -> Tensors:
     found = of_store(path / f"iter_{int((path / TRACKER).read_text()):07d}")
-    # Copies in fp32, which are weights of their own where both are read.
+    # Excludes the fp32 copies: they duplicate the weights.
     return {name: tensor for name, tensor in found.items() if ".fp32_param." not in name and ".param." not in name}
 
 
@@ -157,7 +157,7 @@ def of_accelerate(path: Path) -> Tensors:
 
 
 def of_ranks(path: Path) -> Tensors:
-    """Megatron's legacy format: every rank's own."""
+    """Reads Megatron's legacy format: the local tensors of every rank."""
     said = (path / TRACKER).read_text().strip()
     folder = path / (said if said == "release" else f"iter_{int(said):07d}")
     found: dict[str, Tensor] = {}
@@ -202,7 +202,7 @@ def _put(found: dict[str, Tensor], name: str, tensor: Tensor) -> None:
 
 
 def written(path: Path, to: str) -> Tensors:
-    """What a conversion wrote, without counts of steps."""
+    """Reads the result of a conversion, without step counts."""
     if to == "dcp":
         return {name: tensor for name, tensor in of_store(path).items() if not name.endswith(".step")}
     found: dict[str, Tensor] = {}
@@ -229,7 +229,7 @@ WITH_MOMENTS = ("dcp", "sharded", "megatron_core")
 
 @torch.no_grad()
 def make_checkpoints(folder: Path) -> dict[str, Made]:
-    """A tiny Llama in every format, and a GPT-2 from before Megatron-Core."""
+    """Writes a tiny Llama in every format, and a GPT-2 in a pre-Megatron-Core format."""
     sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
     model = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2))
     weights = dict(model.named_parameters())
@@ -291,7 +291,7 @@ def _write_bin(folder: Path, weights: dict[str, Tensor]) -> None:
 
 
 def _write_store(folder: Path, tensors: Tensors) -> None:
-    """In two chunks, as two ranks have them."""
+    """Writes a store of two chunks per tensor, as two ranks would."""
     with Output(folder) as output:
         store = StoreWriter(output)
         for name, tensor in tensors.items():
@@ -302,7 +302,7 @@ def _write_store(folder: Path, tensors: Tensors) -> None:
 
 
 def _write_shards(folder: Path, weights: Tensors) -> None:
-    """Matrices in two parts along either dim, what has one dim in both files."""
+    """Writes two files with matrices split along alternating dims and 1-dim tensors replicated."""
     folder.mkdir()
     for rank in range(2):
         parts, places = {}, {}
@@ -319,7 +319,7 @@ def _write_shards(folder: Path, weights: Tensors) -> None:
 
 
 def _split_pieces(folder: Path) -> None:
-    """Gives every other row to a second rank's file: boxes that repeat."""
+    """Moves every other row to the file of a second rank, which gives strided chunks."""
     manifest = Manifest.load(folder)
     tensors, files = {}, dict(manifest.files)
     parts: dict[str, dict[str, Tensor]] = {}

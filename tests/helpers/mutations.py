@@ -1,4 +1,4 @@
-"""Ways to damage a file of a checkpoint: by its bytes, or by what its format means by them."""
+"""Mutations of a checkpoint file, of raw bytes or of the content in the file's format."""
 
 import dataclasses
 import io
@@ -16,7 +16,7 @@ import torch
 import yaml
 from torch import Tensor
 
-# What a field may turn into.
+# Replacement values of a field.
 VALUES: tuple[Any, ...] = (
     *(None, True, -1, 0, 1, 2, 7, 2**31, 2**63, 2**64 + 1, 10**400, 1e308, float("nan"), "", "x", "../../etc/passwd"),
     *(
@@ -37,7 +37,7 @@ VALUES: tuple[Any, ...] = (
 Draw = random.Random
 
 
-# By bytes: each takes a file's content and returns another
+# Byte mutations: each returns a changed copy of a file's content
 
 
 def flip_bits(content: bytes, draw: Draw) -> bytes:
@@ -71,11 +71,11 @@ def move(content: bytes, draw: Draw) -> bytes:
     return bytes(changed)
 
 
-# By meaning
+# Format-aware mutations
 
 
 def change_value(value: Any, draw: Draw) -> Any:
-    """Changes one field of a nest of tables, lists and objects, at any depth; often it exchanges two."""
+    """Changes one field of nested dicts, lists and objects, at any depth; often it swaps two fields."""
     places = list(_places(value))
     if not places:
         return draw.choice(VALUES)
@@ -135,7 +135,7 @@ def _other_tensor(tensor: Tensor, draw: Draw) -> Any:
     if kind == 0:
         return tensor.t() if tensor.dim() == 2 else tensor.flip(0)
     if kind == 1:
-        # The same entries in another order of memory.
+        # The same entries in another memory layout.
         return tensor.t().contiguous().t() if tensor.dim() == 2 else tensor.clone()
     if kind == 2:
         return torch.cat([torch.zeros(5, dtype=tensor.dtype), tensor.flatten()])[5:].view(tensor.shape)
@@ -178,7 +178,7 @@ def change_header(content: bytes, draw: Draw) -> bytes:
 
 
 def change_saved(content: bytes, draw: Draw) -> bytes:
-    """Another value, as torch would have saved it."""
+    """Changes a value in a file of `torch.save`."""
     value = torch.load(io.BytesIO(content), weights_only=False)
     buffer = io.BytesIO()
     changed = change_value(value, draw)
@@ -187,12 +187,12 @@ def change_saved(content: bytes, draw: Draw) -> bytes:
 
 
 def change_store(content: bytes, draw: Draw) -> bytes:
-    """Another `.metadata` of a distributed checkpoint."""
+    """Changes the `.metadata` of a distributed checkpoint."""
     changed = change_value(pickle.loads(content), draw)
     try:
         return pickle.dumps(changed, protocol=draw.choice((2, 4, 5)))
     except (AttributeError, TypeError, RuntimeError):
-        # Properties of a tensor do not save themselves where one is missing or none of theirs.
+        # TensorProperties fail to pickle if a field is missing or invalid.
         return change_pickle(content, draw)
 
 
@@ -209,13 +209,13 @@ def change_pickle(content: bytes, draw: Draw) -> bytes:
 
 
 def change_archive(content: bytes, draw: Draw) -> bytes:
-    """Writes a zip anew with a record left out, doubled, cut, renamed, exchanged or changed."""
+    """Rewrites a zip with a record removed, duplicated, truncated, renamed, swapped or changed."""
     written = io.BytesIO()
     with zipfile.ZipFile(io.BytesIO(content)) as source, zipfile.ZipFile(written, "w") as target:
         records = []
         for name in source.namelist():
             record = source.open(name)
-            # torch leaves some at zero.
+            # torch leaves some checksums at zero, so they are not verified.
             record._expected_crc = None
             records.append((name, record.read()))
         pickles = [index for index, (name, _) in enumerate(records) if name.endswith(".pkl")]
@@ -257,7 +257,7 @@ def change_text(content: bytes, draw: Draw) -> bytes:
 
 
 def of_meaning(file: Path, content: bytes) -> list[Callable[[bytes, Draw], bytes]]:
-    """Finds the changes that know what a file is."""
+    """Returns the format-aware mutations of a file."""
     if content[:2] == b"PK" and file.suffix != ".distcp":
         return [change_saved, change_saved, change_archive]
     by_name = {".metadata": [change_store, change_store, change_pickle]}
@@ -273,7 +273,7 @@ def of_meaning(file: Path, content: bytes) -> list[Callable[[bytes, Draw], bytes
 
 
 def change_tree(draw: Draw, folder: Path, file: Path, files: list[Path]) -> str:
-    """Changes which files there are."""
+    """Deletes, adds, renames, swaps or replaces a file; returns the kind of change."""
     kind = draw.choice(
         (
             "deleted",
@@ -290,7 +290,7 @@ def change_tree(draw: Draw, folder: Path, file: Path, files: list[Path]) -> str:
     other = draw.choice(files)
     content = file.read_bytes()
     if kind in ("renamed", "one more"):
-        # Files and folders of ranks and iterations have numbers in their names.
+        # Rank and iteration numbers are part of file and folder names.
         path = draw.choice([file, *(parent for parent in file.parents if folder in parent.parents)])
         new = path.with_name(
             draw.choice((path.name.replace("1", "2"), path.name.replace("0", "9", 1), f"{path.name}x"))

@@ -1,10 +1,11 @@
-"""Thirty steps of each of TRL's trainers on layouts, against one process: `python -m tests.helpers.trajectories [NAME
-...]`.
+"""Thirty steps of each TRL trainer on layouts, compared with a single process: `python -m tests.helpers.trajectories
+[NAME ...]`.
 
-Every logged number of training and evaluation and the final weights (of adapters, with `peft_config`) are compared;
-`tests/trajectories.json` keeps the largest difference of a run, relative to what one process logs or to 0.1 if that is
-less, and what differs so. Data parallel ranks of trainers that generate take their rows of recorded completions. Of
-"tp2 > pp2" the first half of the steps ran on tp2, and the rest on pp2, from a checkpoint.
+Every logged value of training and evaluation and the final weights (adapter weights with `peft_config`) are compared.
+`tests/trajectories.json` has the largest difference of each run and the name of that value; differences are relative
+to the single-process value, or to 0.1 if it is smaller. In trainers that generate, data-parallel ranks use their
+samples of recorded completions. "tp2 > pp2" runs the first half of the steps on tp2 and resumes on pp2 from a
+checkpoint.
 """
 
 import argparse
@@ -48,7 +49,7 @@ def classifier(path, config):
 test_base.UNEQUAL = (*test_base.UNEQUAL, "step_time")
 
 
-# Name -> class of the trainer and of its arguments, rows, options.
+# Name -> trainer class, config class, samples, options.
 TRAINERS = {
     "SFT": (trl.SFTTrainer, trl.SFTConfig, completions, {}),
     "DPO": (trl.DPOTrainer, trl.DPOConfig, preferences, {}),
@@ -75,7 +76,7 @@ TRAINERS = {
 
 
 def run(name, text, has_adapter):
-    """The log and the weights of each rank."""
+    """Returns the log and the weights of each rank."""
     trainer_class, config_class, samples, options = TRAINERS[name]
     test_base.CONFIGS[trainer_class] = config_class
     options = STEPS | options
@@ -106,7 +107,7 @@ def run(name, text, has_adapter):
 
 
 def differences(found, expected):
-    """The largest difference of a number, its name and step, and the largest of a weight."""
+    """Returns the largest difference of a logged value with its name and step, and the largest of a weight."""
     worst = (0.0, "", 0)
     for entry, other in zip(found[0], expected[0], strict=True):
         assert entry.keys() == other.keys(), (entry, other)
@@ -131,7 +132,7 @@ def main():
             record[key] = {text: row for text, row in record.get(key, {}).items() if text not in layouts}
             alone = run(name, None, has_adapter) if any(">" not in text for text in layouts) else None
             for text in layouts:
-                # TRL counts tokens anew where a run goes on.
+                # The reference resumes too, since TRL restarts its token count on resume.
                 expected = run(name, ">", has_adapter) if ">" in text else alone
                 if "dp2" in text and "max_completion_length" in TRAINERS[name][3]:
                     expected = run_recorded(name, has_adapter)
@@ -144,7 +145,7 @@ def main():
 
 
 def run_recorded(name, has_adapter):
-    """One process with the recorded completions that dp ranks share."""
+    """Runs in a single process with the recorded completions that dp ranks share."""
     entry = TRAINERS[name]
     TRAINERS[name] = (*entry[:3], entry[3] | RECORDED)
     try:

@@ -1,4 +1,4 @@
-"""transformers config -> megatron-core GPTModel of the local spec (no TransformerEngine)."""
+"""Builder of a megatron-core GPTModel with the local spec (no TransformerEngine) from a transformers config."""
 
 import argparse
 import functools
@@ -35,7 +35,7 @@ ACTIVATIONS = {
 
 
 class Unsupported(ValueError):
-    """megatron-core 0.16.1 has no such model."""
+    """Raised for models that megatron-core 0.16.1 does not support."""
 
 
 @dataclass
@@ -44,13 +44,13 @@ class Settings:
 
     config: dict
     model: dict
-    attributes: dict = field(default_factory=dict)  # read from the config with getattr, but no fields of it
+    attributes: dict = field(default_factory=dict)  # read with getattr, but not dataclass fields of the config
     embedding_scale: float | None = None
 
 
 @dataclass
 class Layout:
-    """How the ranks of one launch are divided."""
+    """Parallel layout of one launch."""
 
     tp: int = 1
     pp: int = 1
@@ -67,17 +67,18 @@ class Layout:
 
 
 def settings(hf) -> Settings:
-    """What megatron-core needs to be told to compute what transformers computes for `hf`."""
+    """Returns the megatron-core settings equivalent to the transformers config `hf`."""
     if hf.model_type not in FAMILIES:
         raise Unsupported(f"model type {hf.model_type}: {REASONS.get(hf.model_type, 'not in the table of the peer')}")
     return FAMILIES[hf.model_type](hf)
 
 
 def build(hf, padded_vocab: int, layout: Layout, keys: str = "te", mtp_layers: int | None = None) -> GPTModel:
-    """The model of this rank.
+    """Builds the local model of this rank.
 
-    `keys`: sharded names of the TransformerEngine spec ("te") or of the local one; `mtp_layers`: of multi-token
-    prediction, which are like the last one of the others.
+    Args:
+        keys: Sharded names of the TransformerEngine spec ("te") or of the local spec ("local").
+        mtp_layers: Number of multi-token prediction layers, which have the structure of the last decoder layer.
     """
     wanted = settings(hf)
     mla = "kv_lora_rank" in wanted.config
@@ -120,7 +121,7 @@ def build(hf, padded_vocab: int, layout: Layout, keys: str = "te", mtp_layers: i
     if config.num_moe_experts and config.add_bias_linear:
         for name, module in model.named_modules():
             if ".local_experts." in name and name.endswith("linear_fc2"):
-                # MLP adds the bias in place, which autograd refuses on an output that is a view.
+                # MLP adds the bias in place, which autograd does not allow on an output that is a view.
                 module.register_forward_hook(lambda module, args, output: (output[0].clone(), output[1]))
     if wanted.embedding_scale is not None and model.pre_process:
         model.embedding.register_forward_hook(lambda module, args, output: output * wanted.embedding_scale)
@@ -128,7 +129,7 @@ def build(hf, padded_vocab: int, layout: Layout, keys: str = "te", mtp_layers: i
 
 
 def reject_wrong_gradients(config) -> None:
-    """Layouts in which the local spec trains, but not the model that one rank trains (measured)."""
+    """Raises for layouts on which the local spec has gradients that differ from the single-rank model (measured)."""
     tp, moe = config.tensor_model_parallel_size, config.num_moe_experts is not None
     if tp == 1:
         return
@@ -139,12 +140,12 @@ def reject_wrong_gradients(config) -> None:
         # Expert biases are marked for the all-reduce of sequence parallelism (tensor_parallel/layers.py).
         raise Unsupported("gradients of biased experts under tensor parallelism")
     if moe and config.expert_model_parallel_size * config.expert_tensor_parallel_size < tp:
-        # Experts that are copied over the tensor ranks are reduced as if they were dense.
+        # Experts that are replicated over tensor ranks are reduced like dense weights.
         raise Unsupported("gradients of experts that are neither split nor distributed over the tensor ranks")
 
 
 def te_keys(mla: bool, moe: bool, attention) -> dict:
-    """Local names of norms -> names in the checkpoints of the TransformerEngine spec, which fuses them into linears."""
+    """Returns checkpoint names of the TransformerEngine spec, which fuses norms into linears, by local norm name."""
     names = {} if mla else {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"}
     if not moe:
         names["pre_mlp_layernorm."] = "mlp.linear_fc1.layer_norm_"
@@ -156,14 +157,14 @@ def te_keys(mla: bool, moe: bool, attention) -> dict:
 
 
 class _LatentCoreAttention(DotProductAttention):
-    """MLASelfAttention passes head sizes that only the attention of TransformerEngine takes."""
+    """Attention that ignores the head sizes passed by MLASelfAttention, which only TransformerEngine accepts."""
 
     def __init__(self, *args, k_channels=None, v_channels=None, **kwargs):
         super().__init__(*args, **kwargs)
 
 
 class RMSNorm(torch.nn.Module):
-    """RMSNorm that may be zero-centred and may run under sequence parallelism; WrappedTorchNorm refuses both."""
+    """RMSNorm with zero-centered weights and sequence parallelism, which WrappedTorchNorm does not support."""
 
     def __init__(self, config, hidden_size, eps=1e-5, **kwargs):
         super().__init__()
@@ -177,7 +178,7 @@ class RMSNorm(torch.nn.Module):
 
 
 class _LayerNorm(RMSNorm):
-    """The same for LayerNorm."""
+    """LayerNorm with the same options."""
 
     def __init__(self, config, hidden_size, eps=1e-5, **kwargs):
         super().__init__(config, hidden_size, eps)
@@ -193,7 +194,7 @@ def _norm(config, hidden_size, eps=1e-5, **kwargs):
 
 
 class _Norm:
-    """`build_module` wants a class."""
+    """Norm of the configured kind, as a class because `build_module` expects one."""
 
     def __new__(cls, **kwargs):
         return _norm(**kwargs)
@@ -213,7 +214,7 @@ def _replace_norms(spec) -> None:
 
 
 def _decoder(hf) -> Settings:
-    """What llama-like models share."""
+    """Returns the settings shared by llama-like models."""
     result = _base(hf)
     _positions(hf, result)
     _windows(hf, result)
@@ -221,7 +222,7 @@ def _decoder(hf) -> Settings:
 
 
 def _base(hf) -> Settings:
-    """The same without positions."""
+    """Returns the llama-like settings without positions and sliding window."""
     head_dim = getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads
     return Settings(
         config={
@@ -251,7 +252,7 @@ def _activation(name: str):
 
 
 def _positions(hf, result: Settings) -> None:
-    """Rotary embedding outside of MLA."""
+    """Sets the rotary embedding, except for MLA."""
     rope = hf.rope_parameters
     kind = rope.get("rope_type", "default")
     model = result.model
@@ -261,7 +262,7 @@ def _positions(hf, result: Settings) -> None:
     if kind == "linear":
         model["seq_len_interpolation_factor"] = rope["factor"]
     elif kind == "llama3":
-        # Only the factor is an argument; the rest is written into rotary_pos_embedding.py (_apply_scaling).
+        # Only the factor is an argument; the rest is hard-coded in rotary_pos_embedding.py (_apply_scaling).
         fixed = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
         if any(rope[name] != value for name, value in fixed.items()):
             raise Unsupported(f"llama3 rope other than {fixed}")
@@ -280,7 +281,7 @@ def _yarn(hf) -> dict:
     mscale, mscale_all_dim = rope.get("mscale"), rope.get("mscale_all_dim")
     if rope.get("attention_factor") is not None or (mscale_all_dim and not mscale):
         raise Unsupported("yarn with attention_factor, or with mscale_all_dim alone")
-    both = bool(mscale and mscale_all_dim)  # else transformers scales by the factor alone
+    both = bool(mscale and mscale_all_dim)  # otherwise transformers scales by the factor alone
     return {
         "rotary_scaling_factor": rope["factor"],
         "original_max_position_embeddings": rope["original_max_position_embeddings"],
@@ -292,7 +293,7 @@ def _yarn(hf) -> dict:
 
 
 def _windows(hf, result: Settings) -> None:
-    """Sliding window: transformers counts the token itself, megatron-core does not."""
+    """Sets the sliding window: transformers counts the token itself, megatron-core does not."""
     window = getattr(hf, "sliding_window", None)
     types = getattr(hf, "layer_types", None)
     slides = [kind == "sliding_attention" for kind in types] if types else [bool(window)] * hf.num_hidden_layers
@@ -402,7 +403,7 @@ def _gpt_oss(hf) -> Settings:
 
 
 def _deepseek(hf) -> Settings:
-    """Multi-latent attention, shared experts, dense layers first."""
+    """Returns the settings of multi-latent attention and shared experts, with dense layers first."""
     result = _base(hf)
     rope = hf.rope_parameters
     kind = rope.get("rope_type", "default")
@@ -420,7 +421,7 @@ def _deepseek(hf) -> Settings:
         "qk_layernorm": True,
         "rotary_base": rope["rope_theta"],
         "rope_type": "rope",
-        # Also read for plain rope, by the scale of the softmax.
+        # The softmax scale reads this also for plain rope.
         "rotary_scaling_factor": 1.0,
     }
     if kind == "yarn":
@@ -474,7 +475,7 @@ def _phi3(hf) -> Settings:
 
 
 def _gemma(hf) -> Settings:
-    """Zero-centred norms and scaled embeddings, which the local spec lacks, come from this module."""
+    """Returns settings with zero-centered norms and scaled embeddings; this module adds both to the local spec."""
     result = _decoder(hf)
     if hf.attention_bias:
         raise Unsupported("attention_bias: its bias of o_proj has no switch of its own")
@@ -585,7 +586,7 @@ REASONS = {
 
 
 def megatron_args(hf, padded_vocab: int, layout: Layout) -> argparse.Namespace:
-    """The `args` that Megatron-LM would store beside this model, as far as a converter could read them."""
+    """Returns the `args` that Megatron-LM would store with this model, as far as a converter may read them."""
     wanted = settings(hf)
     config, model = wanted.config, wanted.model
     mla = "kv_lora_rank" in config

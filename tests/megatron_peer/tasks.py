@@ -1,4 +1,4 @@
-"""Runs a list of tasks on real megatron-core: `python -m tests.megatron_peer.tasks JOB.json`. The format: README.md."""
+"""Runner of tasks on real megatron-core: `python -m tests.megatron_peer.tasks JOB.json`. README.md has the format."""
 
 import contextlib
 import ctypes
@@ -18,7 +18,7 @@ from pathlib import Path
 warnings.filterwarnings("ignore")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["HF_HUB_OFFLINE"] = "1"
-# Activations are wrapped in torch.compile, which would take longer than all the rest.
+# Compiling the activations, which are wrapped in torch.compile, would dominate the run time.
 os.environ["TORCHDYNAMO_DISABLE"] = "1"
 
 import torch  # noqa: E402
@@ -35,13 +35,20 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from safetensors.torch import load_file, save_file  # noqa: E402
 from transformers import AutoConfig  # noqa: E402
 
-from tests.megatron_peer.models import Layout, Unsupported, build, megatron_args, reject_wrong_gradients, settings  # noqa: E402
+from tests.megatron_peer.models import (  # noqa: E402
+    Layout,
+    Unsupported,
+    build,
+    megatron_args,
+    reject_wrong_gradients,
+    settings,
+)
 
 patch_megatron()
 
 CHECKPOINT_VERSION = 3.0
 COLLECTIVE_TIMEOUT = timedelta(seconds=120)
-VOTE_TIMEOUT = timedelta(seconds=10)  # for the end of the others after a failure
+VOTE_TIMEOUT = timedelta(seconds=10)  # for the other ranks to end after a failure
 LAUNCH_TIMEOUT = 300  # seconds
 
 
@@ -49,7 +56,7 @@ LAUNCH_TIMEOUT = 300  # seconds
 
 
 class Session:
-    """A model under the layout of this launch."""
+    """Model parallelized with the layout of this launch."""
 
     def __init__(self, task: dict, layout: Layout):
         self.layout = layout
@@ -63,12 +70,12 @@ class Session:
         self.stage = parallel_state.get_pipeline_model_parallel_rank()
 
     def metadata(self, **more) -> dict:
-        # Without the group, replica ids cannot be computed.
+        # The group is needed to compute replica ids.
         group = parallel_state.get_data_parallel_group(with_context_parallel=True)
         return {"dp_cp_group": group, "non_homogeneous_layers": not self.homogeneous, **more}
 
     def matching(self, directory: str) -> dict:
-        """Whether the layers of a checkpoint have keys of their own."""
+        """Returns the metadata that matches a checkpoint: whether each layer has separate keys."""
         names = dist_checkpointing.load_tensors_metadata(directory)
         return {"non_homogeneous_layers": any(re.match(r"decoder\.layers\.\d+\.", name) for name in names)}
 
@@ -77,7 +84,7 @@ class Session:
 
     @torch.no_grad()
     def randomize(self, seed: int = 0) -> None:
-        """The same values under every layout: each tensor is cut from a global one that its key seeds."""
+        """Sets layout-independent values: each shard is a slice of a global tensor seeded by its key."""
         zero_centered = self.model.config.layernorm_zero_centered_gamma
         for shard in tensors_of(self.sharded()):
             key = shard.key
@@ -92,7 +99,7 @@ class Session:
             shard.data.copy_(values + float(is_norm and not zero_centered))
 
     def load(self, directory: str, form: str = "torch_dist") -> None:
-        """Strictly: no missing key, no surplus one in the model."""
+        """Loads strictly: missing or unexpected keys raise."""
         if form == "legacy":
             state = torch.load(legacy_file(directory, self.layout), weights_only=False)["model"]
         else:
@@ -107,7 +114,7 @@ class Session:
             self.randomize(task.get("seed", 0))
 
     def logits(self, ids: torch.Tensor) -> torch.Tensor | None:
-        """[batch, sequence, vocabulary] on the last stage, without the padded columns; None elsewhere."""
+        """Returns [batch, sequence, vocabulary] on the last stage, without padded columns; None on other stages."""
         batch, length = ids.shape
         positions = torch.arange(length)[None].expand(batch, -1)
         group = parallel_state.get_pipeline_model_parallel_group()
@@ -129,9 +136,9 @@ class Session:
         return torch.cat(parts, -1)[..., : self.vocab].contiguous()
 
     def mtp_logits(self, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """[1 + depth, batch, sequence, vocabulary] of one rank: the model's, then those of each further token."""
+        """Returns [1 + depth, batch, sequence, vocabulary] on a single rank: main logits, then each MTP depth."""
         seen: list[torch.Tensor] = []
-        # The loss is computed in place of them (tensor_parallel/cross_entropy.py).
+        # Cloned, since the loss overwrites the logits in place (tensor_parallel/cross_entropy.py).
         hook = self.model.output_layer.register_forward_hook(lambda module, args, out: seen.append(out[0].clone()))
         self.model(ids, positions, None, labels=ids)
         hook.remove()
@@ -140,7 +147,7 @@ class Session:
 
 
 def tensors_of(state) -> list[ShardedTensor]:
-    """Every ShardedTensor of a sharded state dict; a factory gives views into its tensor."""
+    """Returns every ShardedTensor of a sharded state dict; a factory returns views of its tensor."""
     found = []
     for value in state.values() if isinstance(state, dict) else state:
         if isinstance(value, ShardedTensorFactory):
@@ -161,7 +168,7 @@ def generator(text: str) -> torch.Generator:
 
 
 def legacy_file(directory: str, layout: Layout) -> Path:
-    """The file of this rank: iter_0000001/mp_rank_TT[_PPP][_EEE]/model_optim_rng.pt."""
+    """Returns the file of this rank: iter_0000001/mp_rank_TT[_PPP][_EEE]/model_optim_rng.pt."""
     name = f"mp_rank_{parallel_state.get_tensor_model_parallel_rank():02d}"
     if layout.pp > 1:
         name += f"_{parallel_state.get_pipeline_model_parallel_rank():03d}"
@@ -188,7 +195,7 @@ def input_ids(task: dict) -> torch.Tensor:
 
 
 def write_tensors(tensors: dict, path: Path) -> None:
-    """The last pipeline stage has the logits; one of its ranks writes them."""
+    """Writes the tensors on one rank of the last pipeline stage, which has the logits."""
     first_copy = parallel_state.get_data_parallel_rank() == 0 and parallel_state.get_tensor_model_parallel_rank() == 0
     if first_copy and parallel_state.is_pipeline_last_stage():
         save_file(tensors, str(path))
@@ -199,7 +206,7 @@ def write_tensors(tensors: dict, path: Path) -> None:
 
 
 def load_logits(task: dict, layout: Layout, out: Path) -> dict:
-    """Load `load` strictly and write the logits of `ids`."""
+    """Loads `load` strictly and writes the logits of `ids`."""
     session = Session(task, layout)
     session.start(task)
     write_tensors({"logits": session.logits(input_ids(task))}, task_file(task, out))
@@ -207,7 +214,7 @@ def load_logits(task: dict, layout: Layout, out: Path) -> dict:
 
 
 def save(task: dict, layout: Layout, out: Path) -> dict:
-    """Build the model at random or from `load`, write it to `dir` in `format`, and the logits of `ids` if given."""
+    """Builds the model, random or from `load`, saves it to `dir` in `format`, and writes the logits of `ids` if given."""
     session = Session(task, layout)
     session.start(task)
     common = {
@@ -239,7 +246,7 @@ def _write_tracker(root: Path) -> None:
 
 
 def train_save(task: dict, layout: Layout, out: Path) -> dict:
-    """Train, write model and optimizer after `steps`, and go on for `resumed_steps` as a resumed run must."""
+    """Trains, saves model and optimizer after `steps`, and trains `resumed_steps` more as the reference of a resume."""
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
     from megatron.core.pipeline_parallel import get_forward_backward_func
@@ -276,14 +283,14 @@ def train_save(task: dict, layout: Layout, out: Path) -> dict:
         [model],
     )
     for group in optimizer.param_groups:
-        # The learning rate schedule of Megatron-LM does this; without one, norms and biases would decay too.
+        # Usually done by Megatron-LM's learning rate scheduler; without it, norms and biases would decay too.
         group["weight_decay"] = hyper["weight_decay"] * group["wd_mult"]
     session.model.config.finalize_model_grads_func = finalize_model_grads
     session.model.config.grad_scale_func = optimizer.scale_loss
     session.model.config.timers = None
 
     def state(is_loading: bool, **layers) -> dict:
-        # As Megatron-LM: keys without the number of the optimizer in the chain.
+        # As in Megatron-LM: keys without the optimizer's index in the chain.
         more = session.metadata(distrib_optim_sharding_type=sharding, chained_optim_avoid_prefix=True, **layers)
         weights = session.model.sharded_state_dict(metadata=more)
         moments = optimizer.sharded_state_dict(weights, is_loading=is_loading, metadata=more)
@@ -343,7 +350,7 @@ def train_save(task: dict, layout: Layout, out: Path) -> dict:
         dist_checkpointing.save({**common, **state(False)}, task["dir"])
     for step in range(first + steps, first + steps + task.get("resumed_steps", 1)):
         one_step(step)
-    # Only the last stage knows the losses.
+    # Only the last stage has the losses.
     everyone = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, (session.stage, history))
     history = max(everyone, key=lambda entry: entry[0])[1]
@@ -351,7 +358,10 @@ def train_save(task: dict, layout: Layout, out: Path) -> dict:
 
 
 def _reject_shifted_buckets(model) -> None:
-    """An embedding shared by two stages has a bucket of its own; megatron-core then saves state from wrong offsets."""
+    """Raises if a bucket before the last is padded: megatron-core then saves optimizer state from wrong offsets.
+
+    This happens if two stages share the embedding, which gets a separate bucket.
+    """
     buffers = model.buffers + model.expert_parallel_buffers
     padded = [bucket.grad_data.numel() != bucket.numel_unpadded for buffer in buffers for bucket in buffer.buckets[:-1]]
     anywhere = torch.tensor(int(any(padded)))
@@ -361,7 +371,7 @@ def _reject_shifted_buckets(model) -> None:
 
 
 def _empty_moments(optimizer) -> None:
-    """megatron-core reads the step from them before it loads, which torch's AdamW has only after one."""
+    """Initializes empty optimizer state: megatron-core reads it on loading, but torch's AdamW creates it lazily."""
     for chained in optimizer.chained_optimizers:
         for group in chained.optimizer.param_groups:
             for parameter in group["params"]:
@@ -373,7 +383,7 @@ def _empty_moments(optimizer) -> None:
 
 
 def _mask_padding(session: Session) -> None:
-    """Keep the padded columns out of the loss, so that it equals that of transformers."""
+    """Masks the logits of padded columns, so that the loss matches transformers."""
     start = parallel_state.get_tensor_model_parallel_rank() * (session.padded_vocab // session.layout.tp)
     padded = torch.arange(start, start + session.padded_vocab // session.layout.tp) >= session.vocab
 
@@ -393,7 +403,7 @@ def _groups(optimizer) -> list[dict]:
 
 
 def keys(task: dict, layout: Layout, out: Path) -> dict:
-    """Sharded keys with global shapes, objects, and the keys of the plain state dict of rank 0."""
+    """Returns sharded keys with global shapes, objects, and the plain state dict keys of every rank."""
     session = Session(task, layout)
     sharded = session.sharded()
     objects = [value for value in sharded.values() if isinstance(value, ShardedObject)]
@@ -424,7 +434,7 @@ def keys(task: dict, layout: Layout, out: Path) -> dict:
 
 
 def supported(task: dict, layout: Layout, out: Path) -> dict:
-    """Only ask whether the peer has this model; no model is built."""
+    """Raises if the peer does not support this model; no model is built."""
     settings(AutoConfig.from_pretrained(task["hf"]))
     return {}
 
@@ -436,7 +446,7 @@ TASKS = {task.__name__: task for task in (load_logits, save, train_save, keys, s
 
 
 def run_rank(rank: int, layout: Layout, tasks: list[dict], out: Path, meeting: Path) -> None:
-    """One rank of one launch; its results go to a file of its own."""
+    """Runs the tasks of a launch on one rank; writes the results to a separate file."""
     torch.set_num_threads(1)
     store = dist.FileStore(str(meeting), layout.world)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=layout.world, timeout=COLLECTIVE_TIMEOUT)
@@ -452,7 +462,7 @@ def run_rank(rank: int, layout: Layout, tasks: list[dict], out: Path, meeting: P
         start = time.time()
         try:
             result = {"ok": True, **TASKS[task["task"]](task, layout, out)}
-        except BaseException as error:  # noqa: BLE001 - the caller reads it; torch's CheckpointException is no Exception
+        except BaseException as error:  # noqa: BLE001 - reported to the caller; CheckpointException is no Exception
             result = {"ok": False, "error": f"{type(error).__name__}: {error}", "trace": traceback.format_exc()}
         end = time.time()
         results.append({"name": task["name"], "seconds": round(end - start, 3), "end": end, **result})
@@ -464,18 +474,18 @@ def run_rank(rank: int, layout: Layout, tasks: list[dict], out: Path, meeting: P
 
 
 def _agree(store, number: int, rank: int, world: int, ok: bool) -> bool:
-    """Whether all ranks ended the task in the same way: after that, their next collectives match."""
+    """Returns whether all ranks ended the task in the same way, so that their next collectives match."""
     store.set(f"task{number}/{rank}", str(ok))
     names = [f"task{number}/{other}" for other in range(world)]
     try:
         store.wait(names, COLLECTIVE_TIMEOUT if ok else VOTE_TIMEOUT)
-    except RuntimeError:  # the others wait for this rank inside a collective; its end frees them
+    except RuntimeError:  # other ranks are blocked in a collective with this rank; its exit releases them
         return False
     return len({store.get(name) for name in names}) == 1
 
 
 def run_launch(launch: dict, out: Path) -> dict:
-    """Fork the ranks of one launch: they share the imports of this process."""
+    """Forks the ranks of one launch, which share the imports of this process."""
     layout = Layout(**launch["layout"])
     tasks = [{"name": f"{number}_{task['task']}", **task} for number, task in enumerate(launch["tasks"])]
     out.mkdir(parents=True, exist_ok=True)
@@ -493,7 +503,7 @@ def run_launch(launch: dict, out: Path) -> dict:
     results = []
     for number, task in enumerate(tasks):
         of_ranks = [entries[number] for entries in ranks if number < len(entries)]
-        # The first one to fail has the cause; the others lose their connection to it.
+        # The first rank to fail has the cause; other ranks then lose the connection to it.
         failed = min((entry for entry in of_ranks if not entry["ok"]), key=lambda entry: entry["end"], default=None)
         if len(of_ranks) < layout.world:
             failed = failed or {"name": task["name"], "ok": False, "error": f"a rank ended early, exit codes {codes}"}
@@ -507,7 +517,7 @@ def _fork(function, *args) -> int:
         return child
     code = 1
     try:
-        # A parent that a test run kills takes its ranks along (prctl PR_SET_PDEATHSIG).
+        # Kills the ranks if a test run kills this parent (prctl PR_SET_PDEATHSIG).
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)
         function(*args)
         code = 0
@@ -520,7 +530,7 @@ def _fork(function, *args) -> int:
 
 
 def _wait(children: list[int]) -> list[int | None]:
-    """Exit codes; kills what is left after the time limit."""
+    """Waits for the children and returns their exit codes; kills remaining ones after the time limit."""
     codes: dict[int, int] = {}
     end = time.time() + LAUNCH_TIMEOUT
     while len(codes) < len(children):

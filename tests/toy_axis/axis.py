@@ -1,7 +1,7 @@
-"""Splits dim 0 of the MLPs' up projections over pairs of dp ranks; each gathers the whole before it multiplies.
+"""Toy axis that shards dim 0 of the MLP up projections over pairs of dp ranks; the forward gathers the full weight.
 
-Both ranks of a pair see other data: the gradient of a part arrives summed over the pair, is halved, and averaged with
-the pairs beside it. All other gradients are summed over the pair as over any dp ranks.
+The ranks of a pair have different samples: the gradient of a local shard is summed over the pair, halved, and averaged
+over the other pairs. All other gradients are reduced over all dp ranks as usual.
 """
 
 from dataclasses import replace
