@@ -63,12 +63,12 @@ def _is_worker(config):
     return hasattr(config, "workerinput")
 
 
-def _listed(file: Path) -> list[str]:
+def _read_list(file: Path) -> list[str]:
     lines = [line.partition("  #")[0].strip() for line in file.read_text(encoding="utf-8").splitlines()]
     return [line for line in lines if line and not line.startswith("#")]
 
 
-def _part(text: str) -> tuple[int, int]:
+def _parse_slow_part(text: str) -> tuple[int, int]:
     try:
         part, parts = (int(number) for number in text.split("/"))
     except ValueError:
@@ -90,7 +90,7 @@ def pytest_collection_modifyitems(config, items):
 
     Deselects GPU tests if there is no GPU, and slow tests of other parts than `--slow-part`.
     """
-    listed = {line.removeprefix("!").strip(): not line.startswith("!") for line in _listed(FIRST_TIER)}
+    listed = {line.removeprefix("!").strip(): not line.startswith("!") for line in _read_list(FIRST_TIER)}
     names = set()
     for item in items:
         fitting = [name for name in listed if item.nodeid.startswith(name)]
@@ -106,16 +106,16 @@ def pytest_collection_modifyitems(config, items):
         # Imported late, so that pytest can rewrite the assertions of this plugin.
         from tests.helpers.costs import parts_of_equal_cost
 
-        part, parts = _part(text)
+        part, parts = _parse_slow_part(text)
         others = [item for item in items if item.get_closest_marker("slow") and item not in left_out]
         # Functions are not split, since their cases share runs.
-        chosen = parts_of_equal_cost(Counter(map(_function, others)), parts)[part - 1]
-        left_out |= {item for item in others if _function(item) not in chosen}
+        chosen = parts_of_equal_cost(Counter(map(_function_id, others)), parts)[part - 1]
+        left_out |= {item for item in others if _function_id(item) not in chosen}
     items[:] = [item for item in items if item not in left_out]
     config.hook.pytest_deselected(items=list(left_out))
 
 
-def _function(item) -> str:
+def _function_id(item) -> str:
     return item.nodeid.partition("[")[0]
 
 
@@ -161,17 +161,19 @@ def pytest_terminal_summary(terminalreporter):
     terminalreporter.section("skips")
     for name, reason in sorted(_skipped.items()):
         terminalreporter.write_line(f"{name}: {reason}")
-    terminalreporter.write_line(f"{len(_skipped)} skipped, all of them on the allow-list" if not _surplus() else "")
-    for name in _surplus():
+    terminalreporter.write_line(
+        f"{len(_skipped)} skipped, all of them on the allow-list" if not _find_unlisted_skips() else ""
+    )
+    for name in _find_unlisted_skips():
         terminalreporter.write_line(f"NOT ON THE ALLOW-LIST: {name}")
 
 
-def _surplus() -> list[str]:
-    allowed = tuple(_listed(ALLOWED_SKIPS))
+def _find_unlisted_skips() -> list[str]:
+    allowed = tuple(_read_list(ALLOWED_SKIPS))
     return [name for name in sorted(_skipped) if not name.startswith(allowed)]
 
 
 def pytest_sessionfinish(session, exitstatus):
     # With xdist, the controller process has the reports of all workers.
-    if not _is_worker(session.config) and _surplus() and exitstatus == 0:
+    if not _is_worker(session.config) and _find_unlisted_skips() and exitstatus == 0:
         session.exitstatus = 1

@@ -52,13 +52,13 @@ def patches() -> str:
     return "\n".join([*head, *rows]) + "\n"
 
 
-def instance_patches() -> str:
+def render_instance_patches() -> str:
     rows = [f"| `{name}` | {patch.stock} | {patch.until} |" for name, patch in INSTANCE_PATCHES.items()]
     return "\n".join(["| attribute | stock | needed until |", "|---|---|---|", *rows]) + "\n"
 
 
 PARTS: dict[str, dict[str, Callable[[], str]]] = {
-    "docs/patches.md": {"patches": patches, "instance patches": instance_patches},
+    "docs/patches.md": {"patches": patches, "instance patches": render_instance_patches},
     "docs/surface.md": {"habits": table},
     "docs/versions.md": {"versions": versions},
 }

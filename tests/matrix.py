@@ -58,64 +58,64 @@ def pytest_collection_modifyitems(config, items):
     file = config.getoption("outcomes")
     if file is None:
         return
-    known = outcomes(file)
+    recorded_tests = outcomes(file)
     file.with_suffix(".tests").write_text(json.dumps([item.nodeid for item in items]), encoding="utf-8")
-    config.hook.pytest_deselected(items=[item for item in items if item.nodeid in known])
-    items[:] = [item for item in items if item.nodeid not in known]
+    config.hook.pytest_deselected(items=[item for item in items if item.nodeid in recorded_tests])
+    items[:] = [item for item in items if item.nodeid not in recorded_tests]
 
 
 def pytest_runtest_logreport(report):
     """Records the outcome of a test's call, and failures and skips in setup and teardown."""
     if report.when == "call" or report.outcome != "passed":
-        _noted.append({"test": report.nodeid, "outcome": report.outcome})
+        _new_outcomes.append({"test": report.nodeid, "outcome": report.outcome})
 
 
-_noted: list[dict[str, str]] = []
+_new_outcomes: list[dict[str, str]] = []
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item, nextitem):
-    found = yield
+    result = yield
     file = item.config.getoption("outcomes")
     if file is not None:
         with file.open("a", encoding="utf-8") as out:
-            out.writelines(json.dumps(row) + "\n" for row in _noted)
+            out.writelines(json.dumps(row) + "\n" for row in _new_outcomes)
         if time.time() > item.config.getoption("until"):
             item.session.shouldstop = "its time is over"
-    _noted.clear()
-    return found
+    _new_outcomes.clear()
+    return result
 
 
 def outcomes(file: Path) -> dict[str, str]:
     """Returns the last outcome of each test; a failure is never overwritten."""
-    found: dict[str, str] = {}
+    results: dict[str, str] = {}
     for line in file.read_text(encoding="utf-8").splitlines() if file.exists() else ():
         row = json.loads(line)
-        if found.get(row["test"]) != "failed":
-            found[row["test"]] = row["outcome"]
-    return found
+        if results.get(row["test"]) != "failed":
+            results[row["test"]] = row["outcome"]
+    return results
 
 
 # Command line
 
 
-def environment(name: str, folder: Path) -> Path:
+def prepare_environment(name: str, folder: Path) -> Path:
     """Returns the interpreter of a combination's environment, after installing its packages."""
-    wanted = dict(COMBINATIONS[name])
-    version = wanted.pop("python")
+    versions = dict(COMBINATIONS[name])
+    version = versions.pop("python")
     python = folder / name / "bin" / "python"
     if not python.exists():
         subprocess.run([f"python{version}", "-m", "venv", str(folder / name)], check=True)
     install = [str(python), "-m", "pip", "install", "-q", "--disable-pip-version-check"]
-    subprocess.run([*install, *INDEX, f"torch=={wanted['torch']}.*"], check=True)
-    requirements = [f"{library}=={minor}.*" for library, minor in wanted.items()]
+    subprocess.run([*install, *INDEX, f"torch=={versions['torch']}.*"], check=True)
+    requirements = [f"{library}=={minor}.*" for library, minor in versions.items()]
     subprocess.run([*install, *requirements, "-e", f"{ROOT}[test]"], check=True)
     return python
 
 
 def run(name: str, folder: Path, minutes: float, workers: int) -> dict[str, object]:
     """Runs the remaining tests of a combination; returns its table row."""
-    python = environment(name, folder)
+    python = prepare_environment(name, folder)
     log = folder / f"{name}.jsonl"
     until = time.time() + 60 * minutes
     variables = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"} | {"HF_HUB_OFFLINE": "1"}
@@ -128,15 +128,15 @@ def run(name: str, folder: Path, minutes: float, workers: int) -> dict[str, obje
     versions = subprocess.run(
         [str(python), "-m", "hf_megatron.cli", "env"], capture_output=True, text=True, check=True, cwd=ROOT
     )
-    there_are = json.loads(log.with_suffix(".tests").read_text(encoding="utf-8"))
+    test_ids = json.loads(log.with_suffix(".tests").read_text(encoding="utf-8"))
     # Drops tests that were renamed or removed since an interrupted run.
-    found = {test: outcome for test, outcome in outcomes(log).items() if test in set(there_are)}
-    counts = {outcome: sum(value == outcome for value in found.values()) for outcome in ("passed", "skipped")}
+    results = {test: outcome for test, outcome in outcomes(log).items() if test in set(test_ids)}
+    counts = {outcome: sum(value == outcome for value in results.values()) for outcome in ("passed", "skipped")}
     return {
         "versions": json.loads(versions.stdout),
-        "first tier": len(there_are),
+        "first tier": len(test_ids),
         **counts,
-        "failed": sorted(test for test, outcome in found.items() if outcome == "failed"),
+        "failed": sorted(test for test, outcome in results.items() if outcome == "failed"),
     }
 
 

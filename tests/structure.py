@@ -43,12 +43,12 @@ ORDER = (
 
 def files() -> dict[str, Path]:
     """Returns the files of the library by module name."""
-    found = {}
+    modules = {}
     for folder, prefix in ((PACKAGE, PACKAGE), *((name, f"{PACKAGE}.{name}") for name in sorted(MAPPED))):
         for path in sorted((ROOT / folder).rglob("*.py")):
             parts = path.relative_to(ROOT / folder).with_suffix("").parts
-            found[".".join((prefix, *(part for part in parts if part != "__init__")))] = path
-    return found
+            modules[".".join((prefix, *(part for part in parts if part != "__init__")))] = path
+    return modules
 
 
 def room(module: str) -> str:
@@ -59,12 +59,12 @@ def room(module: str) -> str:
 
 def public_names() -> dict[str, list[str]]:
     """Returns the modules that define each public class or function name."""
-    found: dict[str, list[str]] = {}
+    modules: dict[str, list[str]] = {}
     for module, path in files().items():
         for node in ast.parse(path.read_text(encoding="utf-8")).body:
             if isinstance(node, (ast.ClassDef, ast.FunctionDef)) and not node.name.startswith("_"):
-                found.setdefault(node.name, []).append(module)
-    return found
+                modules.setdefault(node.name, []).append(module)
+    return modules
 
 
 def imports(module: str, path: Path, known: set[str]) -> Iterator[str]:
@@ -86,28 +86,28 @@ def imports(module: str, path: Path, known: set[str]) -> Iterator[str]:
                     yield base
 
 
-def graph() -> dict[str, set[str]]:
-    found = files()
-    known = set(found)
-    return {module: set(imports(module, path, known)) - {module} for module, path in found.items()}
+def build_import_graph() -> dict[str, set[str]]:
+    modules = files()
+    names = set(modules)
+    return {module: set(imports(module, path, names)) - {module} for module, path in modules.items()}
 
 
 def upward_arrows() -> list[str]:
     """Returns the imports from a component above the importing one."""
-    floor = {name: number for number, names in enumerate(ORDER) for name in names}
+    layer = {name: number for number, names in enumerate(ORDER) for name in names}
     place = {name: names.index(name) for names in ORDER for name in names}
-    arrows = []
-    for module, imported in graph().items():
+    upward = []
+    for module, imported in build_import_graph().items():
         for other in imported:
             source, target = room(module), room(other)
-            if (floor[source], place[source]) > (floor[target], place[target]):
-                arrows.append(f"{module} -> {other}")
-    return sorted(arrows)
+            if (layer[source], place[source]) > (layer[target], place[target]):
+                upward.append(f"{module} -> {other}")
+    return sorted(upward)
 
 
 def circles() -> list[list[str]]:
     """Returns groups of files with import cycles (Tarjan's strongly connected components)."""
-    edges, index, low, stack, found = graph(), {}, {}, [], []
+    edges, index, low, stack, cycles = build_import_graph(), {}, {}, [], []
 
     def visit(module: str) -> None:
         index[module] = low[module] = len(index)
@@ -122,16 +122,16 @@ def circles() -> list[list[str]]:
             while module not in group:
                 group.append(stack.pop())
             if len(group) > 1:
-                found.append(sorted(group))
+                cycles.append(sorted(group))
 
     sys.setrecursionlimit(10_000)
     for module in edges:
         if module not in index:
             visit(module)
-    return sorted(found)
+    return sorted(cycles)
 
 
-def own_frames() -> list[str]:
+def list_library_frames() -> list[str]:
     """Returns the frames of this library on the stack, outermost first."""
     frames, frame = [], sys._getframe(1)
     while frame is not None:
@@ -142,17 +142,17 @@ def own_frames() -> list[str]:
     return frames[::-1]
 
 
-def _noting(found: dict[str, list[str]], name: str, function):
+def _record_first_call(found: dict[str, list[str]], name: str, function):
     """Wraps `function` to record the frames of its first call."""
 
     def wrapper(*args, **kwargs):
-        found.setdefault(name, own_frames())
+        found.setdefault(name, list_library_frames())
         return function(*args, **kwargs)
 
     return wrapper
 
 
-def _hops_on_rank(directory: str) -> dict[str, list[str]]:
+def _record_frames_on_rank(directory: str) -> dict[str, list[str]]:
     import torch
     import torch.distributed as dist
     from accelerate import Accelerator
@@ -160,14 +160,14 @@ def _hops_on_rank(directory: str) -> dict[str, list[str]]:
 
     from hf_megatron import MegatronConfig, parallelize
 
-    found: dict[str, list[str]] = {}
+    frames: dict[str, list[str]] = {}
     small = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
     config = LlamaConfig(vocab_size=64, **small)
     if dist.get_rank() == 0:
         LlamaForCausalLM(config).save_pretrained(directory)
     dist.barrier()
     placing = parallelize.distribute_tensor
-    parallelize.distribute_tensor = _noting(found, "from_pretrained -> a placed weight", placing)
+    parallelize.distribute_tensor = _record_first_call(frames, "from_pretrained -> a placed weight", placing)
     LlamaForCausalLM.from_pretrained(directory, megatron_config=MegatronConfig(tp_size=2))
 
     model = LlamaForCausalLM.from_pretrained(directory, megatron_config=MegatronConfig(dp_size=2))
@@ -176,22 +176,22 @@ def _hops_on_rank(directory: str) -> dict[str, list[str]]:
     ids = torch.arange(8).view(1, 8)
     loss = model(input_ids=ids, labels=ids).loss
     sending = dist.isend
-    dist.isend = _noting(found, "loss.backward() -> a gradient on its way", sending)
+    dist.isend = _record_first_call(frames, "loss.backward() -> a gradient on its way", sending)
     accelerator.backward(loss)
-    dist.isend = _noting(found, "optimizer.step() -> a weight on its way", sending)
+    dist.isend = _record_first_call(frames, "optimizer.step() -> a weight on its way", sending)
     optimizer.step()
     dist.isend = sending
     opening = builtins.open
 
-    def open_noting(file, mode="r", *args, **kwargs):
+    def open_and_record(file, mode="r", *args, **kwargs):
         if "x" in mode and str(file).endswith(".safetensors"):
-            found.setdefault("save_state() -> a shard on disk", own_frames())
+            frames.setdefault("save_state() -> a shard on disk", list_library_frames())
         return opening(file, mode, *args, **kwargs)
 
-    builtins.open = open_noting
+    builtins.open = open_and_record
     accelerator.save_state(str(Path(directory) / "state"))
     builtins.open = opening
-    return found
+    return frames
 
 
 def hops() -> dict[str, list[str]]:
@@ -199,17 +199,17 @@ def hops() -> dict[str, list[str]]:
     from hf_megatron.core.fork_harness import run_ranks
 
     with tempfile.TemporaryDirectory() as directory:
-        return run_ranks(_hops_on_rank, 2, directory)[0]
+        return run_ranks(_record_frames_on_rank, 2, directory)[0]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--hops", action="store_true", help="train and save a tiny model on two ranks to count frames")
-    wanted = parser.parse_args()
-    numbers: dict[str, object] = {"upward arrows": upward_arrows(), "circles": circles()}
-    if wanted.hops:
-        numbers["hops"] = {name: {"frames": len(frames), "way": frames} for name, frames in hops().items()}
-    print(json.dumps(numbers, indent=2))
+    args = parser.parse_args()
+    metrics: dict[str, object] = {"upward arrows": upward_arrows(), "circles": circles()}
+    if args.hops:
+        metrics["hops"] = {name: {"frames": len(frames), "way": frames} for name, frames in hops().items()}
+    print(json.dumps(metrics, indent=2))
 
 
 if __name__ == "__main__":

@@ -27,18 +27,18 @@ _called: set[str] = set()
 _exit = os._exit
 
 
-def _trace(frame: FrameType, event: str, argument: object) -> None:
+def _record_call(frame: FrameType, event: str, argument: object) -> None:
     _called.add(frame.f_code.co_filename)
 
 
-def _sources() -> list[str]:
+def _list_called_sources() -> list[str]:
     return [name for name in _called if name.startswith(_prefixes)]
 
 
-def _leave(status: int) -> None:
+def _exit_and_record(status: int) -> None:
     """Replaces `os._exit`: writes the called files first, since a forked rank never returns to the test."""
     with tempfile.NamedTemporaryFile("w", dir=os.environ[_FOLDER], suffix=".json", delete=False) as file:
-        json.dump(_sources(), file)
+        json.dump(_list_called_sources(), file)
     _exit(status)
 
 
@@ -57,7 +57,7 @@ class _Recorder:
     def __init__(self, config):
         self.config = config
         self.is_worker = hasattr(config, "workerinput")
-        self.found: dict[str, set[str]] = defaultdict(set)
+        self.tests_by_source: dict[str, set[str]] = defaultdict(set)
         if not self.is_worker:
             # Workers inherit this variable and write their results to the same folder.
             os.environ[_FOLDER] = tempfile.mkdtemp(prefix="executed_")
@@ -69,9 +69,9 @@ class _Recorder:
         folder = Path(tempfile.mkdtemp(dir=self.folder))
         os.environ[_FOLDER] = str(folder)
         _called.clear()
-        os._exit = _leave
-        sys.settrace(_trace)
-        threading.settrace(_trace)
+        os._exit = _exit_and_record
+        sys.settrace(_record_call)
+        threading.settrace(_record_call)
         try:
             return (yield)
         finally:
@@ -80,11 +80,11 @@ class _Recorder:
             os._exit = _exit
             os.environ[_FOLDER] = str(self.folder)
             files = [name for file in folder.glob("*.json") for name in json.loads(file.read_text(encoding="utf-8"))]
-            for name in {*_sources(), *files}:
-                self.found[Path(name).relative_to(ROOT).as_posix()].add(item.nodeid.partition("::")[0])
+            for name in {*_list_called_sources(), *files}:
+                self.tests_by_source[Path(name).relative_to(ROOT).as_posix()].add(item.nodeid.partition("::")[0])
 
     def pytest_sessionfinish(self):
-        content = {name: sorted(tests) for name, tests in self.found.items()}
+        content = {name: sorted(tests) for name, tests in self.tests_by_source.items()}
         if self.is_worker or self.config.getoption("numprocesses", None) is None:
             (self.folder / f"of_{os.getpid()}.json").write_text(json.dumps(content), encoding="utf-8")
         if self.is_worker:

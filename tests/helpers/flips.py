@@ -38,11 +38,11 @@ WORDS = ("gelu", "relu", "silu")
 
 def fields(model_type: str) -> list[str]:
     """Returns the config fields specific to a model type, and `tie_word_embeddings`."""
-    own = vars(CONFIG_MAPPING[model_type]()).keys() - vars(PreTrainedConfig()).keys()
-    return sorted({name for name in own if not name.startswith("_")} | {"tie_word_embeddings"})
+    names = vars(CONFIG_MAPPING[model_type]()).keys() - vars(PreTrainedConfig()).keys()
+    return sorted({name for name in names if not name.startswith("_")} | {"tie_word_embeddings"})
 
 
-def flipped(value: Any) -> Iterator[Any]:
+def generate_alternatives(value: Any) -> Iterator[Any]:
     """Yields alternative values of a field, the most plausible first."""
     if isinstance(value, bool):
         yield not value
@@ -66,7 +66,7 @@ def flip(model_type: str, field: str, *, compares: bool = True) -> dict[str, Any
     tiny = tiny_config(CONFIG_MAPPING[model_type]())
     before = getattr(tiny, field)
     result: dict[str, Any] = {"from": before, "judgment": "cannot be built", "said": "no other value is known"}
-    for value in flipped(before):
+    for value in generate_alternatives(before):
         config = copy.deepcopy(tiny)
         try:
             setattr(config, field, value)

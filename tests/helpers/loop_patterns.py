@@ -24,8 +24,8 @@ def run(layout: str, names: list[str] | None = None, timeout: float = 60.0) -> d
     from tests.fuzz.patterns import LOOP_PATTERNS
     from tests.fuzz.runner import run_cases
 
-    wanted = list(LOOP_PATTERNS) if names is None else names
-    models = {name: "mixtral" if "experts" in LOOP_PATTERNS[name].needs else "llama" for name in wanted}
+    selected = list(LOOP_PATTERNS) if names is None else names
+    models = {name: "mixtral" if "experts" in LOOP_PATTERNS[name].needs else "llama" for name in selected}
     cases = [simple_case(layout, name, model) for name, model in models.items()]
     return {case["habits"][0]: result for case, result in run_cases(cases, timeout)}
 
@@ -35,21 +35,21 @@ def recorded() -> dict[str, dict[str, list[str]]]:
     return json.loads(DATA.read_text(encoding="utf-8")) if DATA.exists() else {}
 
 
-def record(layouts: tuple[str, ...] = LAYOUTS) -> None:
+def record_results(layouts: tuple[str, ...] = LAYOUTS) -> None:
     from tests.fuzz.patterns import LOOP_PATTERNS
 
     for layout in layouts:
-        known = recorded()
+        results = recorded()
         for name, result in run(layout).items():
             reason = re.sub(r"\s+", " ", result["worst"])[:160] if result["judgment"] == "refused" else ""
-            known.setdefault(name, {})[layout] = [result["judgment"], reason]
+            results.setdefault(name, {})[layout] = [result["judgment"], reason]
             if result["judgment"] not in ALLOWED:
                 print(f"{layout:10} {name:26} {result['judgment']:15} {result['worst'][:150]}", flush=True)
-        kept = {
-            name: {place: known[name][place] for place in LAYOUTS if place in known.get(name, {})}
+        ordered = {
+            name: {place: results[name][place] for place in LAYOUTS if place in results.get(name, {})}
             for name in LOOP_PATTERNS
         }
-        lines = ",\n".join(f"  {json.dumps(name)}: {json.dumps(row)}" for name, row in kept.items())
+        lines = ",\n".join(f"  {json.dumps(name)}: {json.dumps(row)}" for name, row in ordered.items())
         DATA.write_text("{\n" + lines + "\n}\n", encoding="utf-8")
 
 
@@ -85,4 +85,4 @@ if __name__ == "__main__":
     warnings.simplefilter("ignore")
     transformers.utils.logging.disable_progress_bar()
     transformers.utils.logging.set_verbosity_error()
-    record(tuple(sys.argv[1:]) or LAYOUTS)
+    record_results(tuple(sys.argv[1:]) or LAYOUTS)

@@ -49,14 +49,14 @@ def flip_bits(content: bytes, draw: Draw) -> bytes:
 
 
 def cut(content: bytes, draw: Draw) -> bytes:
-    place = draw.choice((0, 1, 7, 8, 9, len(content) // 2, len(content) - 1, draw.randrange(len(content) + 1)))
-    return content[: max(place, 0)]
+    offset = draw.choice((0, 1, 7, 8, 9, len(content) // 2, len(content) - 1, draw.randrange(len(content) + 1)))
+    return content[: max(offset, 0)]
 
 
 def put_in(content: bytes, draw: Draw) -> bytes:
-    place = draw.randrange(len(content) + 1)
-    what = draw.choice((b"\0", b"\xff" * 9, draw.randbytes(16), content[:64], b"[" * 4000, b"\x80\x04("))
-    return content[:place] + what + content[place:]
+    offset = draw.randrange(len(content) + 1)
+    inserted = draw.choice((b"\0", b"\xff" * 9, draw.randbytes(16), content[:64], b"[" * 4000, b"\x80\x04("))
+    return content[:offset] + inserted + content[offset:]
 
 
 def move(content: bytes, draw: Draw) -> bytes:
@@ -76,7 +76,7 @@ def move(content: bytes, draw: Draw) -> bytes:
 
 def change_value(value: Any, draw: Draw) -> Any:
     """Changes one field of nested dicts, lists and objects, at any depth; often it swaps two fields."""
-    places = list(_places(value))
+    places = list(_list_fields(value))
     if not places:
         return draw.choice(VALUES)
     holder, key = draw.choice(places)
@@ -86,7 +86,7 @@ def change_value(value: Any, draw: Draw) -> Any:
     if kind == "delete":
         del holder[key]
     elif kind == "rename" and isinstance(holder, dict):
-        holder[_other_name(key, draw, places)] = holder.pop(key)
+        holder[_make_other_name(key, draw, places)] = holder.pop(key)
     elif kind in ("exchange", "copy") and same_type:
         other, name = draw.choice(same_type)
         new = other[name]
@@ -97,7 +97,7 @@ def change_value(value: Any, draw: Draw) -> Any:
     elif kind == "thin" and isinstance(old, dict | list):
         holder[key] = dict(list(old.items())[::2]) if isinstance(old, dict) else old[: len(old) // 2]
     elif isinstance(old, Tensor):
-        holder[key] = _other_tensor(old, draw)
+        holder[key] = _make_other_tensor(old, draw)
     elif isinstance(old, int | float) and not isinstance(old, bool) and kind != "replace":
         holder[key] = draw.choice((old + 1, old - 1, -old, old * 2, old // 2, old * 10**9))
     elif isinstance(old, torch.Size | tuple):
@@ -109,16 +109,16 @@ def change_value(value: Any, draw: Draw) -> Any:
     return value
 
 
-def _places(value: Any, depth: int = 0) -> Iterator[tuple[Any, Any]]:
+def _list_fields(value: Any, depth: int = 0) -> Iterator[tuple[Any, Any]]:
     if not isinstance(value, dict | list | type) and hasattr(value, "__dict__") and not isinstance(value, Tensor):
         value = vars(value)
     keys = list(value) if isinstance(value, dict) else range(len(value)) if isinstance(value, list) else ()
     for key in keys if depth < 12 else ():
         yield value, key
-        yield from _places(value[key], depth + 1)
+        yield from _list_fields(value[key], depth + 1)
 
 
-def _other_name(key: Any, draw: Draw, places: list[tuple[Any, Any]]) -> Any:
+def _make_other_name(key: Any, draw: Draw, places: list[tuple[Any, Any]]) -> Any:
     if dataclasses.is_dataclass(key) and not isinstance(key, type):
         changes = {"fqn": f"{key.fqn}x"} if draw.random() < 0.5 else {"offset": torch.Size([1, 0]), "index": 3}
         return dataclasses.replace(key, **changes)
@@ -129,7 +129,7 @@ def _other_name(key: Any, draw: Draw, places: list[tuple[Any, Any]]) -> Any:
     return draw.choice((f"{key}x", "", "__metadata__", "\x1b[31m", zero_one, f"module.{key}", draw.choice(others)))
 
 
-def _other_tensor(tensor: Tensor, draw: Draw) -> Any:
+def _make_other_tensor(tensor: Tensor, draw: Draw) -> Any:
     tensor = tensor.detach()
     kind = draw.randrange(12)
     if kind == 0:
@@ -177,7 +177,7 @@ def change_header(content: bytes, draw: Draw) -> bytes:
     return len(text).to_bytes(8, "little") + text + content[8 + length :]
 
 
-def change_saved(content: bytes, draw: Draw) -> bytes:
+def change_torch_file(content: bytes, draw: Draw) -> bytes:
     """Changes a value in a file of `torch.save`."""
     value = torch.load(io.BytesIO(content), weights_only=False)
     buffer = io.BytesIO()
@@ -186,7 +186,7 @@ def change_saved(content: bytes, draw: Draw) -> bytes:
     return buffer.getvalue()
 
 
-def change_store(content: bytes, draw: Draw) -> bytes:
+def change_dcp_metadata(content: bytes, draw: Draw) -> bytes:
     """Changes the `.metadata` of a distributed checkpoint."""
     changed = change_value(pickle.loads(content), draw)
     try:
@@ -210,8 +210,8 @@ def change_pickle(content: bytes, draw: Draw) -> bytes:
 
 def change_archive(content: bytes, draw: Draw) -> bytes:
     """Rewrites a zip with a record removed, duplicated, truncated, renamed, swapped or changed."""
-    written = io.BytesIO()
-    with zipfile.ZipFile(io.BytesIO(content)) as source, zipfile.ZipFile(written, "w") as target:
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(io.BytesIO(content)) as source, zipfile.ZipFile(buffer, "w") as target:
         records = []
         for name in source.namelist():
             record = source.open(name)
@@ -234,10 +234,10 @@ def change_archive(content: bytes, draw: Draw) -> bytes:
             records.append((name, data))
         elif kind == "exchanged":
             records[other] = (name, records[other][1])
-        how = zipfile.ZIP_DEFLATED if draw.random() < 0.1 else zipfile.ZIP_STORED
+        compression = zipfile.ZIP_DEFLATED if draw.random() < 0.1 else zipfile.ZIP_STORED
         for name, data in records:
-            target.writestr(zipfile.ZipInfo(name), data, how)
-    return written.getvalue()
+            target.writestr(zipfile.ZipInfo(name), data, compression)
+    return buffer.getvalue()
 
 
 def change_card(content: bytes, draw: Draw) -> bytes:
@@ -259,13 +259,13 @@ def change_text(content: bytes, draw: Draw) -> bytes:
 def of_meaning(file: Path, content: bytes) -> list[Callable[[bytes, Draw], bytes]]:
     """Returns the format-aware mutations of a file."""
     if content[:2] == b"PK" and file.suffix != ".distcp":
-        return [change_saved, change_saved, change_archive]
-    by_name = {".metadata": [change_store, change_store, change_pickle]}
+        return [change_torch_file, change_torch_file, change_archive]
+    by_name = {".metadata": [change_dcp_metadata, change_dcp_metadata, change_pickle]}
     by_suffix: dict[str, list[Callable[[bytes, Draw], bytes]]] = {
         ".json": [change_json],
         ".safetensors": [change_header],
-        ".bin": [change_saved],
-        ".pt": [change_saved],
+        ".bin": [change_torch_file],
+        ".pt": [change_torch_file],
         ".md": [change_card],
         ".txt": [change_text],
     }

@@ -15,12 +15,12 @@ def in_one_process(function: Callable[..., Any], *args: Any, **kwargs: Any) -> A
     try:
         hash(call)
     except TypeError:
-        return _result.__wrapped__(*call)
-    return _result(*call)
+        return _run_cached.__wrapped__(*call)
+    return _run_cached(*call)
 
 
 @functools.cache
-def _result(function: Callable[..., Any], args: tuple, kwargs: tuple) -> Any:
+def _run_cached(function: Callable[..., Any], args: tuple, kwargs: tuple) -> Any:
     [result] = run_ranks(function, 1, *args, timeout=200, **dict(kwargs))
     return result
 
@@ -30,9 +30,9 @@ def trained_alone(train: Callable[..., Any], path: Path, *args: Any, **kwargs: A
 
     The output folder is temporary.
     """
-    return in_one_process(_train_with, train, path, *args, **kwargs)
+    return in_one_process(_train_in_temporary_folder, train, path, *args, **kwargs)
 
 
-def _train_with(train: Callable[..., Any], path: Path, *args: Any, **kwargs: Any) -> Any:
+def _train_in_temporary_folder(train: Callable[..., Any], path: Path, *args: Any, **kwargs: Any) -> Any:
     with tempfile.TemporaryDirectory() as output:
         return train(path, Path(output), None, *args, **kwargs)

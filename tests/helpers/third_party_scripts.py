@@ -102,9 +102,9 @@ def program(script: Path, is_parallelized: bool):
     """Compiles a script, unedited or with the import and the argument."""
     tree = ast.parse(script.read_text(encoding="utf-8"))
     if is_parallelized:
-        adding = _AddLayout()
-        tree = adding.visit(tree)
-        assert adding.count == 1, f"{script.name} loads {adding.count} models"
+        transformer = _AddLayout()
+        tree = transformer.visit(tree)
+        assert transformer.count == 1, f"{script.name} loads {transformer.count} models"
         future = sum(isinstance(node, ast.ImportFrom) and node.module == "__future__" for node in tree.body)
         docstring = ast.get_docstring(tree) is not None
         tree.body.insert(future + docstring, ast.parse("import hf_megatron").body[0])
@@ -118,8 +118,8 @@ class _Recorder(TrainerCallback):
     log: list[dict[str, float]] = []
 
     def on_log(self, args, state, control, logs=None, **kwargs):
-        numbers = {name: value for name, value in logs.items() if isinstance(value, int | float)}
-        self.log.append({n: v for n, v in numbers.items() if not any(part in n for part in UNEQUAL)})
+        values = {name: value for name, value in logs.items() if isinstance(value, int | float)}
+        self.log.append({n: v for n, v in values.items() if not any(part in n for part in UNEQUAL)})
 
 
 def run(
@@ -136,8 +136,8 @@ def run(
         export_layout(layout)
         run_script(str(script), arguments, layout)
     else:
-        name = {"__name__": "__main__", "__file__": str(script), "LAYOUT": layout}
-        exec(program(script, layout is not None), name)
+        namespace = {"__name__": "__main__", "__file__": str(script), "LAYOUT": layout}
+        exec(program(script, layout is not None), namespace)
     return _Recorder.log
 
 
@@ -263,7 +263,7 @@ class Bleu(evaluate.Metric):
 """
 
 
-def get_arguments(name: str, folder: Path, output: Path, dp_size: int) -> list[str]:
+def make_arguments(name: str, folder: Path, output: Path, dp_size: int) -> list[str]:
     """Returns the command line of a script; the global batch size is the same for every `dp_size`."""
     settings = SETTINGS | {
         "output_dir": output,
@@ -296,13 +296,13 @@ def get_arguments(name: str, folder: Path, output: Path, dp_size: int) -> list[s
     return [word for flag in flags for word in flag]
 
 
-def weights_of(output: Path) -> dict[str, torch.Tensor]:
+def load_weights(output: Path) -> dict[str, torch.Tensor]:
     # Some scripts create subfolders.
     [file] = [*output.rglob("model.safetensors"), *output.rglob("adapter_model.safetensors")]
     return load_file(file)
 
 
-def difference(name: str, found: float, expected: float) -> float:
+def relative_difference(name: str, found: float, expected: float) -> float:
     if math.isnan(found) and math.isnan(expected):
         return 0.0
     # Rewards are differences of sums over many tokens and need a larger denominator.
@@ -320,24 +320,24 @@ def compare(script: Path, folder: Path, text: str, expected=None, *, launched: b
     kind = "-" + case.partition(":")[2] + "-adapter" * bool(flags)
     layouts = {"one": None, text: next(iter(parse_layouts(text)), None)}
     if expected is None:
-        one = folder / f"{script.stem}-one{kind}"
-        [log] = run_ranks(run, 1, script, [*get_arguments(case, folder, one, 1), *flags], folder, timeout=600)
-        expected = log, weights_of(one)
+        output_dir = folder / f"{script.stem}-one{kind}"
+        [log] = run_ranks(run, 1, script, [*make_arguments(case, folder, output_dir, 1), *flags], folder, timeout=600)
+        expected = log, load_weights(output_dir)
     layout = layouts[text]
     output = folder / f"{script.stem}-{text}{kind}{'-launched' * launched}"
-    arguments = [*get_arguments(case, folder, output, layout.dp_size or 1), *flags]
+    arguments = [*make_arguments(case, folder, output, layout.dp_size or 1), *flags]
     ranks = layout.ranks_per_replica * (layout.dp_size or 1)
-    [found, *_] = run_ranks(run, ranks, script, arguments, folder, layout, launched, timeout=600)
-    assert [entry.keys() for entry in found] == [entry.keys() for entry in expected[0]], (found, expected[0])
-    numbers = [
-        (difference(name, entry[name], reference[name]), name)
-        for entry, reference in zip(found, expected[0], strict=True)
+    [layout_log, *_] = run_ranks(run, ranks, script, arguments, folder, layout, launched, timeout=600)
+    assert [entry.keys() for entry in layout_log] == [entry.keys() for entry in expected[0]], (layout_log, expected[0])
+    differences = [
+        (relative_difference(name, entry[name], reference[name]), name)
+        for entry, reference in zip(layout_log, expected[0], strict=True)
         for name in reference
     ]
-    weights, reference = weights_of(output), expected[1]
+    weights, reference = load_weights(output), expected[1]
     assert weights.keys() == reference.keys()
-    apart = max((weights[name] - reference[name]).abs().max().item() for name in reference)
-    return max(numbers), apart, len(numbers), expected
+    weight_error = max((weights[name] - reference[name]).abs().max().item() for name in reference)
+    return max(differences), weight_error, len(differences), expected
 
 
 def main() -> None:
@@ -347,26 +347,29 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=SETTINGS["max_steps"])
     parser.add_argument("--layouts", help="instead of those that each script is promised to be equal on")
     parser.add_argument("--launched", action="store_true", help="without any edit")
-    wanted = parser.parse_args()
+    args = parser.parse_args()
     torch.set_num_threads(1)
-    SETTINGS["max_steps"] = wanted.steps
+    SETTINGS["max_steps"] = args.steps
     with tempfile.TemporaryDirectory() as directory:
         folder = Path(directory)
         make_models(folder)
         make_data(folder)
         print(f"| script | layout | numbers | largest difference | of | weights apart | |\n|{'---|' * 7}", flush=True)
-        for name in wanted.scripts.split(","):
+        for name in args.scripts.split(","):
             expected = None
-            script = trl_script(name) if name in TRL else wanted.folder.resolve() / name.partition(":")[0]
-            for text in (wanted.layouts or LAYOUTS[name]).split(","):
+            script = trl_script(name) if name in TRL else args.folder.resolve() / name.partition(":")[0]
+            for text in (args.layouts or LAYOUTS[name]).split(","):
                 try:
-                    found = compare(script, folder, text, expected, launched=wanted.launched, case=name)
-                    (worst, number), apart, count, expected = found
+                    result = compare(script, folder, text, expected, launched=args.launched, case=name)
+                    (worst, value_name), weight_error, count, expected = result
                 except Exception as error:  # noqa: BLE001 - a row of the table
                     print(f"| {name} | {text} | | | | | {type(error).__name__}: {str(error)[-600:]} |", flush=True)
                     continue
-                judgment = "equal" if worst <= LOSS and apart <= WEIGHTS else "DIFFERS"
-                print(f"| {name} | {text} | {count} | {worst:.1e} | {number} | {apart:.1e} | {judgment} |", flush=True)
+                judgment = "equal" if worst <= LOSS and weight_error <= WEIGHTS else "DIFFERS"
+                print(
+                    f"| {name} | {text} | {count} | {worst:.1e} | {value_name} | {weight_error:.1e} | {judgment} |",
+                    flush=True,
+                )
 
 
 def trl_script(name: str) -> Path:

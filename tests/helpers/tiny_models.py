@@ -192,7 +192,7 @@ _TOKENS = {"image_token_id": 3, "video_token_id": 4, "vision_start_token_id": 5,
 _QWEN3 = {**_LLAMA, "head_dim": 16, "rope_parameters": {**_SECTION, "mrope_interleaved": True}}
 
 
-def _with_images(text: dict[str, Any], vision: dict[str, Any], tied: bool = False, **further: Any) -> dict[str, Any]:
+def _make_composite(text: dict[str, Any], vision: dict[str, Any], tied: bool = False, **further: Any) -> dict[str, Any]:
     """Returns a composite config; `tie_word_embeddings` is set in the outer config only."""
     inner = {name: value for name, value in text.items() if name != "tie_word_embeddings"}
     return {"text_config": inner, "vision_config": vision, "tie_word_embeddings": tied, **further}
@@ -217,7 +217,7 @@ _VL = {
 MULTIMODAL: dict[str, tuple[str, dict[str, Any]]] = {
     f"{name}{'_tied' if tied else ''}": (
         "gemma3" if name == "gemma3_vl" else name,
-        _with_images(text, vision, tied, **further),
+        _make_composite(text, vision, tied, **further),
     )
     for name, (text, vision, further) in _VL.items()
     for tied in ((True,) if name == "gemma3_vl" else (False, True))

@@ -69,11 +69,13 @@ def full(model, values):
     values = {name: None if value is None else value.detach().clone() for name, value in values.items()}
     if state is None or state.mesh.pp_size > 1:
         return _full(model, values)
-    found = {name: None if value is None else _full_of_one(state, name, value) for name, value in values.items()}
-    return found if state.mesh.tp_rank == 0 else {}
+    gathered = {
+        name: None if value is None else _gather_full_tensor(state, name, value) for name, value in values.items()
+    }
+    return gathered if state.mesh.tp_rank == 0 else {}
 
 
-def _full_of_one(state, name, tensor):
+def _gather_full_tensor(state, name, tensor):
     placement, local = state.placement(name), None
     if state.shards_weights:
         local = full_local(tensor, placement.local_shape(tensor.shape, state.axes), state.mesh, state.average(name))
@@ -142,12 +144,12 @@ class Loop:
         return Measurement(sum(self.losses), 0.0, 0.0, dict(self.seen), {"the habit": weights}), list(self.losses)
 
 
-def run_all(path, text, loop_patterns, **kwargs):
+def run_patterns(path, text, loop_patterns, **kwargs):
     """Returns the measurement of each pattern, or the error that it raised."""
     model = AutoModelForCausalLM.from_pretrained(
         path, megatron_config=None if text is None else layout(text), **kwargs
     ).train()
-    start, found = snapshot(model), {}
+    start, results = snapshot(model), {}
     for name, loop_pattern in loop_patterns.items():
         model.zero_grad()
         model.requires_grad_(True)
@@ -155,16 +157,16 @@ def run_all(path, text, loop_patterns, **kwargs):
         loop = Loop(model, path)
         try:
             loop_pattern(loop)
-            found[name] = loop.measurement()
+            results[name] = loop.measurement()
         except Exception as error:  # noqa: BLE001
-            found[name] = (type(error).__name__, str(error), traceback.format_exc())
-    return found
+            results[name] = (type(error).__name__, str(error), traceback.format_exc())
+    return results
 
 
 def possible(loop_patterns, text, impossible):
     """Returns the patterns possible on a layout; `impossible` maps a substring of the layout to excluded names."""
-    gone = set().union(*(names for part, names in impossible.items() if part in (text or "")))
-    return {name: loop_pattern for name, loop_pattern in loop_patterns.items() if name not in gone}
+    excluded = set().union(*(names for part, names in impossible.items() if part in (text or "")))
+    return {name: loop_pattern for name, loop_pattern in loop_patterns.items() if name not in excluded}
 
 
 def cells(loop_patterns, layouts, impossible):
@@ -186,24 +188,24 @@ class Runs:
 
     def _run(self, path, text, loop_patterns, **kwargs):
         if text is None:
-            return run_all(path, None, loop_patterns, **kwargs)
-        return run_ranks(run_all, ranks_of(layout(text)), path, text, loop_patterns, timeout=300, **kwargs)
+            return run_patterns(path, None, loop_patterns, **kwargs)
+        return run_ranks(run_patterns, ranks_of(layout(text)), path, text, loop_patterns, timeout=300, **kwargs)
 
     def compare(self, text, loop_pattern):
         """Raises if a pattern's run on a layout does not match the single-process run."""
         expected, losses = self.of(None)[loop_pattern]
-        results = [found[loop_pattern] for found in self.of(text)]
-        for found in results:
-            assert isinstance(found[0], Measurement), found[-1]
-        for found, of_rank in results:
-            torch.testing.assert_close(torch.tensor(of_rank), torch.tensor(losses), rtol=1e-5, atol=0)
-            if found.weights["the habit"]:
-                judgement = judge(found, expected)
+        results = [rank_result[loop_pattern] for rank_result in self.of(text)]
+        for rank_result in results:
+            assert isinstance(rank_result[0], Measurement), rank_result[-1]
+        for rank_result, rank_losses in results:
+            torch.testing.assert_close(torch.tensor(rank_losses), torch.tensor(losses), rtol=1e-5, atol=0)
+            if rank_result.weights["the habit"]:
+                judgement = judge(rank_result, expected)
                 assert judgement.passed, judgement.report()
 
     def refused(self, text, loop_pattern, match):
         """Raises unless a pattern raised this UnsupportedError on every rank."""
-        for found in self.of(text):
-            kind, message, trace = found[loop_pattern]
+        for rank_results in self.of(text):
+            kind, message, trace = rank_results[loop_pattern]
             assert kind == "UnsupportedError", trace
             assert match in message, message

@@ -61,15 +61,15 @@ def build(hf) -> BertModel:
 
 
 def run(hf: str, out: str, folders: list[str]) -> None:
-    inputs, found = load_file(Path(hf) / "inputs.safetensors"), {}
+    inputs, outputs = load_file(Path(hf) / "inputs.safetensors"), {}
     for index, folder in enumerate(folders):
         model = build(AutoConfig.from_pretrained(hf))
         load(model, Path(folder))
         with torch.no_grad():
             head, binary_head = model(inputs["ids"], inputs["mask"], tokentype_ids=inputs["types"])[:2]
-        found |= {f"{index}.head": head.contiguous(), f"{index}.binary_head": binary_head.contiguous()}
+        outputs |= {f"{index}.head": head.contiguous(), f"{index}.binary_head": binary_head.contiguous()}
     if dist.get_rank() == 0:
-        save_file(found, out)
+        save_file(outputs, out)
 
 
 if __name__ == "__main__":

@@ -16,9 +16,9 @@ def load(model: torch.nn.Module, folder: Path) -> None:
         for parameter in model.parameters():
             parameter.fill_(0.5)
     if (folder / "metadata.json").exists():
-        state = dist_checkpointing.load({"model": _sharded(model)}, str(folder))["model"]
+        state = dist_checkpointing.load({"model": _sharded_state_dict(model)}, str(folder))["model"]
     else:
-        state = torch.load(folder / _own_folder() / "model_optim_rng.pt", weights_only=False)["model"]
+        state = torch.load(folder / _rank_folder_name() / "model_optim_rng.pt", weights_only=False)["model"]
     model.load_state_dict(state, strict=True)
 
 
@@ -30,13 +30,13 @@ def save(model: torch.nn.Module, core: Path, legacy: Path) -> None:
             (root / "release").mkdir(parents=True)
             (root / "latest_checkpointed_iteration.txt").write_text("release")
     dist.barrier()
-    dist_checkpointing.save({**_sharded(model), **common}, core / "release")
-    own = legacy / "release" / _own_folder()
-    own.mkdir()
-    torch.save({**common, "model": model.state_dict_for_save_checkpoint()}, own / "model_optim_rng.pt")
+    dist_checkpointing.save({**_sharded_state_dict(model), **common}, core / "release")
+    rank_folder = legacy / "release" / _rank_folder_name()
+    rank_folder.mkdir()
+    torch.save({**common, "model": model.state_dict_for_save_checkpoint()}, rank_folder / "model_optim_rng.pt")
 
 
-def _own_folder() -> str:
+def _rank_folder_name() -> str:
     stages, stage = (
         parallel_state.get_pipeline_model_parallel_world_size(),
         parallel_state.get_pipeline_model_parallel_rank(),
@@ -66,7 +66,7 @@ def through_stages(model: torch.nn.Module, shape: tuple[int, ...], *arguments) -
     return None
 
 
-def _sharded(model: torch.nn.Module) -> dict:
+def _sharded_state_dict(model: torch.nn.Module) -> dict:
     group = parallel_state.get_data_parallel_group(with_context_parallel=True)
     return model.sharded_state_dict(metadata={"dp_cp_group": group})
 

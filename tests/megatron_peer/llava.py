@@ -138,16 +138,16 @@ def run(rank: int, store: str, hf: str, out: str, tp: int, folders: list[str]) -
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=tp)
     parallel_state.initialize_model_parallel(tp)
     model_parallel_cuda_manual_seed(0)
-    inputs, found = load_file(Path(hf) / "inputs.safetensors"), {}
+    inputs, outputs = load_file(Path(hf) / "inputs.safetensors"), {}
     for index, folder in enumerate(folders):
         model = build(AutoConfig.from_pretrained(hf), tp)
         load(model, Path(folder))
         positions = torch.arange(inputs["ids"].shape[1])[None]
         with torch.no_grad():
             logits = model(inputs["pixels"], inputs["ids"], positions, None)[0]
-        found[str(index)] = logits.contiguous()
+        outputs[str(index)] = logits.contiguous()
     if rank == 0:
-        save_file(found, out)
+        save_file(outputs, out)
     dist.destroy_process_group()
 
 

@@ -104,7 +104,7 @@ def spec(experts: int | None) -> ModuleSpec:
     )
 
 
-def settings(hf) -> dict:
+def make_config_kwargs(hf) -> dict:
     """Returns the TransformerConfig arguments of the mixers, and of attention, MLP and MoE layers if present."""
     if hf.model_type == "mamba2":
         return {
@@ -157,7 +157,7 @@ def build(hf) -> MambaModel:
         params_dtype=torch.float32,
         pipeline_dtype=torch.float32,
         **ON_CPU,
-        **settings(hf),
+        **make_config_kwargs(hf),
     )
     return MambaModel(
         config,
@@ -173,17 +173,17 @@ def build(hf) -> MambaModel:
 
 
 def run(hf: str, out: str, folders: list[str]) -> None:
-    ids, found = load_file(Path(hf) / "inputs.safetensors")["ids"], {}
+    ids, outputs = load_file(Path(hf) / "inputs.safetensors")["ids"], {}
     positions = torch.arange(ids.shape[1])[None].expand_as(ids)
     for index, folder in enumerate(folders):
         model = build(AutoConfig.from_pretrained(hf))
         load(model, Path(folder))
         logits = through_stages(model, (*ids.T.shape, model.config.hidden_size), ids, positions, None)
         if logits is not None:
-            found[str(index)] = logits
+            outputs[str(index)] = logits
     save(model, Path(f"{out}-core"), Path(f"{out}-legacy"))
     if parallel_state.is_pipeline_last_stage() and parallel_state.get_tensor_model_parallel_rank() == 0:
-        save_file(found, out)
+        save_file(outputs, out)
 
 
 if __name__ == "__main__":

@@ -80,8 +80,8 @@ def build(hf, padded_vocab: int, layout: Layout, keys: str = "te", mtp_layers: i
         keys: Sharded names of the TransformerEngine spec ("te") or of the local spec ("local").
         mtp_layers: Number of multi-token prediction layers, which have the structure of the last decoder layer.
     """
-    wanted = settings(hf)
-    mla = "kv_lora_rank" in wanted.config
+    peer_settings = settings(hf)
+    mla = "kv_lora_rank" in peer_settings.config
     config = (MLATransformerConfig if mla else TransformerConfig)(
         tensor_model_parallel_size=layout.tp,
         pipeline_model_parallel_size=layout.pp,
@@ -94,9 +94,9 @@ def build(hf, padded_vocab: int, layout: Layout, keys: str = "te", mtp_layers: i
         params_dtype=torch.float32,
         pipeline_dtype=torch.float32,
         **ON_CPU,
-        **wanted.config,
+        **peer_settings.config,
     )
-    for name, value in wanted.attributes.items():
+    for name, value in peer_settings.attributes.items():
         setattr(config, name, value)
     spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization=config.normalization)
     if config.sequence_parallel or config.layernorm_zero_centered_gamma:
@@ -116,15 +116,15 @@ def build(hf, padded_vocab: int, layout: Layout, keys: str = "te", mtp_layers: i
         pre_process=parallel_state.is_pipeline_first_stage(),
         post_process=parallel_state.is_pipeline_last_stage(),
         mtp_block_spec=get_gpt_mtp_block_spec(config, spec, use_transformer_engine=False) if mtp_layers else None,
-        **wanted.model,
+        **peer_settings.model,
     )
     if config.num_moe_experts and config.add_bias_linear:
         for name, module in model.named_modules():
             if ".local_experts." in name and name.endswith("linear_fc2"):
                 # MLP adds the bias in place, which autograd does not allow on an output that is a view.
                 module.register_forward_hook(lambda module, args, output: (output[0].clone(), output[1]))
-    if wanted.embedding_scale is not None and model.pre_process:
-        model.embedding.register_forward_hook(lambda module, args, output: output * wanted.embedding_scale)
+    if peer_settings.embedding_scale is not None and model.pre_process:
+        model.embedding.register_forward_hook(lambda module, args, output: output * peer_settings.embedding_scale)
     return model
 
 
@@ -215,13 +215,13 @@ def _replace_norms(spec) -> None:
 
 def _decoder(hf) -> Settings:
     """Returns the settings shared by llama-like models."""
-    result = _base(hf)
-    _positions(hf, result)
-    _windows(hf, result)
+    result = _make_base_settings(hf)
+    _set_positions(hf, result)
+    _set_windows(hf, result)
     return result
 
 
-def _base(hf) -> Settings:
+def _make_base_settings(hf) -> Settings:
     """Returns the llama-like settings without positions and sliding window."""
     head_dim = getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads
     return Settings(
@@ -235,7 +235,7 @@ def _base(hf) -> Settings:
             "layernorm_epsilon": hf.rms_norm_eps,
             "normalization": "RMSNorm",
             "gated_linear_unit": True,
-            "activation_func": _activation(hf.hidden_act),
+            "activation_func": _get_activation(hf.hidden_act),
             "add_bias_linear": False,
         },
         model={
@@ -245,13 +245,13 @@ def _base(hf) -> Settings:
     )
 
 
-def _activation(name: str):
+def _get_activation(name: str):
     if name not in ACTIVATIONS:
         raise Unsupported(f"activation {name}")
     return ACTIVATIONS[name]
 
 
-def _positions(hf, result: Settings) -> None:
+def _set_positions(hf, result: Settings) -> None:
     """Sets the rotary embedding, except for MLA."""
     rope = hf.rope_parameters
     kind = rope.get("rope_type", "default")
@@ -292,7 +292,7 @@ def _yarn(hf) -> dict:
     }
 
 
-def _windows(hf, result: Settings) -> None:
+def _set_windows(hf, result: Settings) -> None:
     """Sets the sliding window: transformers counts the token itself, megatron-core does not."""
     window = getattr(hf, "sliding_window", None)
     types = getattr(hf, "layer_types", None)
@@ -303,7 +303,9 @@ def _windows(hf, result: Settings) -> None:
             result.config["window_attn_skip_freq"] = [int(slide) for slide in slides]
 
 
-def _experts(result: Settings, *, count: int, ffn: int, top_k: int, sparse: list[bool] | None = None, **more) -> None:
+def _set_experts(
+    result: Settings, *, count: int, ffn: int, top_k: int, sparse: list[bool] | None = None, **more
+) -> None:
     result.config |= {
         "num_moe_experts": count,
         "moe_ffn_hidden_size": ffn,
@@ -354,7 +356,7 @@ def _sparse_layers(hf) -> list[bool]:
 
 def _qwen3_moe(hf) -> Settings:
     result = _qwen3(hf)
-    _experts(
+    _set_experts(
         result,
         count=hf.num_experts,
         ffn=hf.moe_intermediate_size,
@@ -368,7 +370,7 @@ def _qwen3_moe(hf) -> Settings:
 def _qwen2_moe(hf) -> Settings:
     result = _decoder(hf)
     result.config["add_qkv_bias"] = hf.qkv_bias
-    _experts(
+    _set_experts(
         result,
         count=hf.num_experts,
         ffn=hf.moe_intermediate_size,
@@ -383,7 +385,7 @@ def _qwen2_moe(hf) -> Settings:
 
 def _mixtral(hf) -> Settings:
     result = _decoder(hf)
-    _experts(result, count=hf.num_local_experts, ffn=hf.intermediate_size, top_k=hf.num_experts_per_tok)
+    _set_experts(result, count=hf.num_local_experts, ffn=hf.intermediate_size, top_k=hf.num_experts_per_tok)
     return result
 
 
@@ -398,13 +400,13 @@ def _gpt_oss(hf) -> Settings:
     }
     if hf.swiglu_alpha != 1.702 or not hf.attention_bias:
         raise Unsupported("swiglu_alpha is the constant 1.702 of quick_gelu, and add_bias_linear covers attention too")
-    _experts(result, count=hf.num_local_experts, ffn=hf.intermediate_size, top_k=hf.num_experts_per_tok)
+    _set_experts(result, count=hf.num_local_experts, ffn=hf.intermediate_size, top_k=hf.num_experts_per_tok)
     return result
 
 
 def _deepseek(hf) -> Settings:
     """Returns the settings of multi-latent attention and shared experts, with dense layers first."""
-    result = _base(hf)
+    result = _make_base_settings(hf)
     rope = hf.rope_parameters
     kind = rope.get("rope_type", "default")
     if hf.attention_bias:
@@ -429,7 +431,7 @@ def _deepseek(hf) -> Settings:
     elif kind != "default":
         raise Unsupported(f"rope type {kind} with MLA")
     result.model["position_embedding_type"] = "rope"
-    _experts(
+    _set_experts(
         result,
         count=hf.n_routed_experts,
         ffn=hf.moe_intermediate_size,
@@ -497,7 +499,7 @@ def _gpt2(hf) -> Settings:
             "kv_channels": hf.n_embd // hf.n_head,
             "layernorm_epsilon": hf.layer_norm_epsilon,
             "normalization": "LayerNorm",
-            "activation_func": _activation(hf.activation_function),
+            "activation_func": _get_activation(hf.activation_function),
             "add_bias_linear": True,
         },
         model={
@@ -523,7 +525,7 @@ def _gpt_neox(hf) -> Settings:
             "kv_channels": hf.hidden_size // hf.num_attention_heads,
             "layernorm_epsilon": hf.layer_norm_eps,
             "normalization": "LayerNorm",
-            "activation_func": _activation(hf.hidden_act),
+            "activation_func": _get_activation(hf.hidden_act),
             "add_bias_linear": True,
         },
         model={
@@ -531,7 +533,7 @@ def _gpt_neox(hf) -> Settings:
             "share_embeddings_and_output_weights": hf.tie_word_embeddings,
         },
     )
-    _positions(hf, result)
+    _set_positions(hf, result)
     return result
 
 
@@ -548,7 +550,7 @@ def _starcoder2(hf) -> Settings:
             "kv_channels": hf.hidden_size // hf.num_attention_heads,
             "layernorm_epsilon": hf.norm_epsilon,
             "normalization": "LayerNorm",
-            "activation_func": _activation(hf.hidden_act),
+            "activation_func": _get_activation(hf.hidden_act),
             "add_bias_linear": True,
         },
         model={
@@ -556,8 +558,8 @@ def _starcoder2(hf) -> Settings:
             "share_embeddings_and_output_weights": hf.tie_word_embeddings,
         },
     )
-    _positions(hf, result)
-    _windows(hf, result)
+    _set_positions(hf, result)
+    _set_windows(hf, result)
     return result
 
 
@@ -587,8 +589,8 @@ REASONS = {
 
 def megatron_args(hf, padded_vocab: int, layout: Layout) -> argparse.Namespace:
     """Returns the `args` that Megatron-LM would store with this model, as far as a converter may read them."""
-    wanted = settings(hf)
-    config, model = wanted.config, wanted.model
+    peer_settings = settings(hf)
+    config, model = peer_settings.config, peer_settings.model
     mla = "kv_lora_rank" in config
     window = config.get("window_size")
     values = {

@@ -60,8 +60,8 @@ def patch_torch() -> None:
     tensor_type = torch.Tensor.type
 
     def type_with_cuda(self, *args, **kwargs):
-        answer = tensor_type(self, *args, **kwargs)
-        return answer if args or kwargs else answer.replace("torch.", "torch.cuda.", 1)
+        type_name = tensor_type(self, *args, **kwargs)
+        return type_name if args or kwargs else type_name.replace("torch.", "torch.cuda.", 1)
 
     torch.Tensor.type = type_with_cuda
 
@@ -94,11 +94,11 @@ def patch_megatron() -> None:
     # megatron-core converts split sizes to lists only for tokens on CUDA.
     all_to_all_single = torch.distributed.all_to_all_single
 
-    def all_to_all_of_lists(output, input, output_split_sizes=None, input_split_sizes=None, **kwargs):
+    def all_to_all_with_lists(output, input, output_split_sizes=None, input_split_sizes=None, **kwargs):
         sizes = [s.tolist() if torch.is_tensor(s) else s for s in (output_split_sizes, input_split_sizes)]
         return all_to_all_single(output, input, *sizes, **kwargs)
 
-    torch.distributed.all_to_all_single = all_to_all_of_lists
+    torch.distributed.all_to_all_single = all_to_all_with_lists
 
     # torch's AdamW has a 'step' per parameter, which checkpoints of the distributed optimizer do not contain.
     def set_loaded_states(self, model_param, tensors):
@@ -115,12 +115,12 @@ def patch_megatron() -> None:
     # Loading shares ONE 'step' tensor among all parameters: each update would then count as many steps as parameters.
     load_state_dict = optimizer.load_state_dict
 
-    def load_with_own_steps(self, state_dict):
+    def load_with_separate_steps(self, state_dict):
         load_state_dict(self, state_dict)
         for state in self.optimizer.state.values():
             state["step"] = state["step"].clone()
 
-    optimizer.load_state_dict = load_with_own_steps
+    optimizer.load_state_dict = load_with_separate_steps
     _write_in_this_process()
 
 

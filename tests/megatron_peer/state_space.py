@@ -36,13 +36,13 @@ def mamba_chunk_scan_combined(x, dt, a, b, c, chunk_size, D, dt_bias, dt_softplu
     state = x.new_zeros(x.shape[0], *x.shape[2:], b.shape[-1])
     steps = []
     for step in range(x.shape[1]):
-        taken = (dt[:, step, :, None] * x[:, step])[..., None] * b[:, step, :, None]
-        state = state * torch.exp(dt[:, step] * a)[..., None, None] + taken
+        update = (dt[:, step, :, None] * x[:, step])[..., None] * b[:, step, :, None]
+        state = state * torch.exp(dt[:, step] * a)[..., None, None] + update
         steps.append((state * c[:, step, :, None]).sum(-1) + D[:, None] * x[:, step])
     return torch.stack(steps, 1)
 
 
-def not_run(*args, **kwargs):
+def raise_not_implemented(*args, **kwargs):
     """Placeholder for functions of inference and of the path that `use_mamba_mem_eff_path=False` disables."""
     raise NotImplementedError
 
@@ -56,11 +56,11 @@ def provide_mamba_ssm() -> None:
         "mamba_ssm.ops.triton.layernorm_gated": {"RMSNorm": RMSNormGated},
         "mamba_ssm.ops.triton.ssd_combined": {
             "mamba_chunk_scan_combined": mamba_chunk_scan_combined,
-            "mamba_split_conv1d_scan_combined": not_run,
+            "mamba_split_conv1d_scan_combined": raise_not_implemented,
         },
         # The original module imports triton.
         "megatron.core.inference.contexts.attention_context.triton.tensor_ops": dict.fromkeys(
-            ("tensor_get_slice_after", "tensor_masked_update", "tensor_merge"), not_run
+            ("tensor_get_slice_after", "tensor_masked_update", "tensor_merge"), raise_not_implemented
         ),
     }
     for name, values in content.items():

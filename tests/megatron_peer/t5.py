@@ -96,16 +96,16 @@ def build(hf) -> T5Model:
 
 
 def run(hf: str, out: str, folders: list[str]) -> None:
-    inputs, found = load_file(Path(hf) / "inputs.safetensors"), {}
+    inputs, outputs = load_file(Path(hf) / "inputs.safetensors"), {}
     hidden = inputs["mask"][:, None, None, :] == 0
     for index, folder in enumerate(folders):
         model = build(AutoConfig.from_pretrained(hf))
         load(model, Path(folder))
         with torch.no_grad():
-            found[str(index)] = model(inputs["ids"], inputs["decoder_ids"], hidden, None, hidden).contiguous()
+            outputs[str(index)] = model(inputs["ids"], inputs["decoder_ids"], hidden, None, hidden).contiguous()
     save(model, Path(f"{out}-core"), Path(f"{out}-legacy"))
     if dist.get_rank() == 0:
-        save_file(found, out)
+        save_file(outputs, out)
 
 
 if __name__ == "__main__":

@@ -86,16 +86,16 @@ class Session:
     def randomize(self, seed: int = 0) -> None:
         """Sets layout-independent values: each shard is a slice of a global tensor seeded by its key."""
         zero_centered = self.model.config.layernorm_zero_centered_gamma
-        for shard in tensors_of(self.sharded()):
+        for shard in list_sharded_tensors(self.sharded()):
             key = shard.key
             unsharded = torch.randn(shard.global_shape, generator=generator(f"{seed} {key}"))
-            cut = tuple(
+            shard_slices = tuple(
                 slice(offset, offset + size)
-                for offset, size in zip(shard.global_offset, shard_shape(shard), strict=True)
+                for offset, size in zip(shard.global_offset, get_shard_shape(shard), strict=True)
             )
             is_norm = "norm" in key and key.endswith("weight")
             vector = is_norm or key.endswith(("bias", "softmax_offset"))
-            values = unsharded[cut].reshape(shard.data.shape) * (0.1 if vector else 0.05)
+            values = unsharded[shard_slices].reshape(shard.data.shape) * (0.1 if vector else 0.05)
             shard.data.copy_(values + float(is_norm and not zero_centered))
 
     def load(self, directory: str, form: str = "torch_dist") -> None:
@@ -121,8 +121,8 @@ class Session:
         ranks = dist.get_process_group_ranks(group)
         with torch.no_grad():
             if self.stage > 0:
-                rows = length // self.layout.tp if self.layout.sp else length
-                hidden = torch.empty(rows, batch, self.model.config.hidden_size)
+                sequence_length = length // self.layout.tp if self.layout.sp else length
+                hidden = torch.empty(sequence_length, batch, self.model.config.hidden_size)
                 dist.recv(hidden, ranks[self.stage - 1])
                 self.model.set_input_tensor(hidden)
             if self.model.config.mtp_num_layers:
@@ -137,29 +137,29 @@ class Session:
 
     def mtp_logits(self, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Returns [1 + depth, batch, sequence, vocabulary] on a single rank: main logits, then each MTP depth."""
-        seen: list[torch.Tensor] = []
+        outputs: list[torch.Tensor] = []
         # Cloned, since the loss overwrites the logits in place (tensor_parallel/cross_entropy.py).
-        hook = self.model.output_layer.register_forward_hook(lambda module, args, out: seen.append(out[0].clone()))
+        hook = self.model.output_layer.register_forward_hook(lambda module, args, out: outputs.append(out[0].clone()))
         self.model(ids, positions, None, labels=ids)
         hook.remove()
-        *further, own = seen
-        return torch.stack([own, *further]).transpose(1, 2)[..., : self.vocab].contiguous()
+        *mtp_outputs, main_logits = outputs
+        return torch.stack([main_logits, *mtp_outputs]).transpose(1, 2)[..., : self.vocab].contiguous()
 
 
-def tensors_of(state) -> list[ShardedTensor]:
+def list_sharded_tensors(state) -> list[ShardedTensor]:
     """Returns every ShardedTensor of a sharded state dict; a factory returns views of its tensor."""
-    found = []
+    tensors = []
     for value in state.values() if isinstance(state, dict) else state:
         if isinstance(value, ShardedTensorFactory):
-            found += tensors_of(value.build())
+            tensors += list_sharded_tensors(value.build())
         elif isinstance(value, ShardedTensor):
-            found.append(value)
+            tensors.append(value)
         elif isinstance(value, dict | list):
-            found += tensors_of(value)
-    return found
+            tensors += list_sharded_tensors(value)
+    return tensors
 
 
-def shard_shape(shard: ShardedTensor) -> tuple[int, ...]:
+def get_shard_shape(shard: ShardedTensor) -> tuple[int, ...]:
     return (1,) * shard.prepend_axis_num + tuple(shard.local_shape)
 
 
@@ -180,7 +180,7 @@ def legacy_file(directory: str, layout: Layout) -> Path:
     return root / folder / name / "model_optim_rng.pt"
 
 
-def on_rank_zero(write) -> None:
+def run_on_rank_zero(write) -> None:
     if dist.get_rank() == 0:
         write()
     dist.barrier()
@@ -214,7 +214,7 @@ def load_logits(task: dict, layout: Layout, out: Path) -> dict:
 
 
 def save(task: dict, layout: Layout, out: Path) -> dict:
-    """Builds the model, random or from `load`, saves it to `dir` in `format`, and writes the logits of `ids` if given."""
+    """Builds the model, random or from `load`, saves it to `dir` in `format`, and writes the logits of any `ids`."""
     session = Session(task, layout)
     session.start(task)
     common = {
@@ -225,7 +225,7 @@ def save(task: dict, layout: Layout, out: Path) -> dict:
     common["args"].mtp_num_layers = task.get("mtp_layers")
     if task.get("format", "torch_dist") == "legacy":
         common["args"].ckpt_format = "torch"
-        on_rank_zero(lambda: _write_tracker(Path(task["dir"])))
+        run_on_rank_zero(lambda: _write_tracker(Path(task["dir"])))
         path = legacy_file(task["dir"], layout)
         replicas = parallel_state.get_data_parallel_rank(), parallel_state.get_expert_data_parallel_rank()
         if 0 in replicas:
@@ -233,7 +233,7 @@ def save(task: dict, layout: Layout, out: Path) -> dict:
             torch.save({**common, "model": session.model.state_dict_for_save_checkpoint()}, path)
         dist.barrier()
     else:
-        on_rank_zero(lambda: Path(task["dir"]).mkdir(parents=True))
+        run_on_rank_zero(lambda: Path(task["dir"]).mkdir(parents=True))
         dist_checkpointing.save({**common, "model": session.sharded()}, task["dir"])
     if "ids" in task:
         write_tensors({"logits": session.logits(input_ids(task))}, task_file(task, out))
@@ -308,16 +308,16 @@ def train_save(task: dict, layout: Layout, out: Path) -> dict:
     history = []
 
     def one_step(index: int) -> None:
-        rows = batches[index % len(batches)].chunk(layout.dp)[parallel_state.get_data_parallel_rank()]
-        positions = torch.arange(rows.shape[1])[None].expand_as(rows)
-        labels = rows.roll(-1, 1)
+        samples = batches[index % len(batches)].chunk(layout.dp)[parallel_state.get_data_parallel_rank()]
+        positions = torch.arange(samples.shape[1])[None].expand_as(samples)
+        labels = samples.roll(-1, 1)
 
         def forward(iterator, module):
             def mean_loss(per_token):
                 loss = per_token[:, :-1].float().mean()
                 return loss, {"loss": loss.detach().clone()}  # the schedule divides `loss` in place
 
-            return module(rows, positions, None, labels=labels), mean_loss
+            return module(samples, positions, None, labels=labels), mean_loss
 
         model.zero_grad_buffer()
         optimizer.zero_grad()
@@ -326,8 +326,8 @@ def train_save(task: dict, layout: Layout, out: Path) -> dict:
             data_iterator=None,
             model=[model],
             num_microbatches=1,
-            seq_length=rows.shape[1],
-            micro_batch_size=rows.shape[0],
+            seq_length=samples.shape[1],
+            micro_batch_size=samples.shape[0],
             forward_only=False,
         )
         _, norm, _ = optimizer.step()
@@ -346,15 +346,20 @@ def train_save(task: dict, layout: Layout, out: Path) -> dict:
             "checkpoint_version": CHECKPOINT_VERSION,
             "iteration": first + steps,
         }
-        on_rank_zero(lambda: Path(task["dir"]).mkdir(parents=True))
+        run_on_rank_zero(lambda: Path(task["dir"]).mkdir(parents=True))
         dist_checkpointing.save({**common, **state(False)}, task["dir"])
     for step in range(first + steps, first + steps + task.get("resumed_steps", 1)):
         one_step(step)
     # Only the last stage has the losses.
-    everyone = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, (session.stage, history))
-    history = max(everyone, key=lambda entry: entry[0])[1]
-    return {"steps": history[:steps], "resumed": history[steps:], "optimizer": hyper, "groups": _groups(optimizer)}
+    gathered = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, (session.stage, history))
+    history = max(gathered, key=lambda entry: entry[0])[1]
+    return {
+        "steps": history[:steps],
+        "resumed": history[steps:],
+        "optimizer": hyper,
+        "groups": _describe_groups(optimizer),
+    }
 
 
 def _reject_shifted_buckets(model) -> None:
@@ -394,7 +399,7 @@ def _mask_padding(session: Session) -> None:
     session.model.output_layer.register_forward_hook(hide)
 
 
-def _groups(optimizer) -> list[dict]:
+def _describe_groups(optimizer) -> list[dict]:
     plain = (int, float, bool, str, type(None))
     return [
         {name: value for name, value in group.items() if isinstance(value, plain)} | {"tensors": len(group["params"])}
@@ -408,8 +413,8 @@ def keys(task: dict, layout: Layout, out: Path) -> dict:
     sharded = session.sharded()
     objects = [value for value in sharded.values() if isinstance(value, ShardedObject)]
     state = session.model.state_dict()
-    mine = {
-        "tensors": {shard.key: [list(shard.global_shape), str(shard.dtype)] for shard in tensors_of(sharded)},
+    local_keys = {
+        "tensors": {shard.key: [list(shard.global_shape), str(shard.dtype)] for shard in list_sharded_tensors(sharded)},
         "objects": sorted(value.unique_key for value in objects),
         "sharded_dims": {
             shard.key: [
@@ -417,18 +422,18 @@ def keys(task: dict, layout: Layout, out: Path) -> dict:
                 for axis, count in enumerate(shard.axis_fragmentations or ())
                 if count > 1 and axis >= shard.prepend_axis_num
             ]
-            for shard in tensors_of(sharded)
+            for shard in list_sharded_tensors(sharded)
         },
         "state_dict": {name: list(value.shape) if torch.is_tensor(value) else None for name, value in state.items()},
     }
-    everyone = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, mine)
+    gathered = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, local_keys)
     merged = {part: {} for part in ("tensors", "sharded_dims")}
-    for entry in everyone:
+    for entry in gathered:
         for part in merged:
             merged[part].update(entry[part])
-    merged["objects"] = sorted({name for entry in everyone for name in entry["objects"]})
-    merged["state_dict"] = [entry["state_dict"] for entry in everyone]
+    merged["objects"] = sorted({name for entry in gathered for name in entry["objects"]})
+    merged["state_dict"] = [entry["state_dict"] for entry in gathered]
     merged["args"] = vars(megatron_args(session.hf, session.padded_vocab, layout))
     return merged
 
@@ -458,22 +463,22 @@ def run_rank(rank: int, layout: Layout, tasks: list[dict], out: Path, meeting: P
     )
     model_parallel_cuda_manual_seed(1234)
     results = []
-    for number, task in enumerate(tasks):
+    for task_idx, task in enumerate(tasks):
         start = time.time()
         try:
             result = {"ok": True, **TASKS[task["task"]](task, layout, out)}
-        except BaseException as error:  # noqa: BLE001 - reported to the caller; CheckpointException is no Exception
+        except BaseException as error:  # noqa: BLE001 - reported to the caller; CheckpointException is not one
             result = {"ok": False, "error": f"{type(error).__name__}: {error}", "trace": traceback.format_exc()}
         end = time.time()
         results.append({"name": task["name"], "seconds": round(end - start, 3), "end": end, **result})
         (out / f"rank{rank}.json").write_text(json.dumps(results, default=str))
-        if not _agree(store, number, rank, layout.world, result["ok"]):
+        if not _all_ranks_agree(store, task_idx, rank, layout.world, result["ok"]):
             os._exit(1)
     with contextlib.suppress(Exception):
         dist.destroy_process_group()
 
 
-def _agree(store, number: int, rank: int, world: int, ok: bool) -> bool:
+def _all_ranks_agree(store, number: int, rank: int, world: int, ok: bool) -> bool:
     """Returns whether all ranks ended the task in the same way, so that their next collectives match."""
     store.set(f"task{number}/{rank}", str(ok))
     names = [f"task{number}/{other}" for other in range(world)]
@@ -487,7 +492,7 @@ def _agree(store, number: int, rank: int, world: int, ok: bool) -> bool:
 def run_launch(launch: dict, out: Path) -> dict:
     """Forks the ranks of one launch, which share the imports of this process."""
     layout = Layout(**launch["layout"])
-    tasks = [{"name": f"{number}_{task['task']}", **task} for number, task in enumerate(launch["tasks"])]
+    tasks = [{"name": f"{task_idx}_{task['task']}", **task} for task_idx, task in enumerate(launch["tasks"])]
     out.mkdir(parents=True, exist_ok=True)
     start = time.time()
     sys.stdout.flush()
@@ -501,13 +506,13 @@ def run_launch(launch: dict, out: Path) -> dict:
         ranks.append(json.loads(path.read_text()) if path.exists() else [])
         path.unlink(missing_ok=True)
     results = []
-    for number, task in enumerate(tasks):
-        of_ranks = [entries[number] for entries in ranks if number < len(entries)]
+    for task_idx, task in enumerate(tasks):
+        rank_results = [entries[task_idx] for entries in ranks if task_idx < len(entries)]
         # The first rank to fail has the cause; other ranks then lose the connection to it.
-        failed = min((entry for entry in of_ranks if not entry["ok"]), key=lambda entry: entry["end"], default=None)
-        if len(of_ranks) < layout.world:
+        failed = min((entry for entry in rank_results if not entry["ok"]), key=lambda entry: entry["end"], default=None)
+        if len(rank_results) < layout.world:
             failed = failed or {"name": task["name"], "ok": False, "error": f"a rank ended early, exit codes {codes}"}
-        results.append(failed or of_ranks[0])
+        results.append(failed or rank_results[0])
     return {"layout": launch["layout"], "seconds": round(time.time() - start, 3), "tasks": results}
 
 

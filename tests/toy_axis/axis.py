@@ -33,12 +33,12 @@ def install(model, state):
     for name, module in model.named_modules():
         sharding = state.shardings.get(f"{name}.weight")
         if sharding is not None and sharding.style == NAME and module._parameters.get("weight") is not None:
-            module.__class__ = _gathering(type(module), sharding.shape[0], group)
+            module.__class__ = _make_gathering_class(type(module), sharding.shape[0], group)
 
 
-def _gathering(base, rows, group):
+def _make_gathering_class(base, rows, group):
     def weight(module):
-        own = scale_gradient(local_view(module._parameters["weight"]), 1 / PAIR)
-        return gather_from_ranks(own, 0, rows, group, sum_gradient=True)
+        local = scale_gradient(local_view(module._parameters["weight"]), 1 / PAIR)
+        return gather_from_ranks(local, 0, rows, group, sum_gradient=True)
 
     return type(base.__name__, (base,), {"weight": property(weight)})
