@@ -123,6 +123,6 @@ def error_of(stories, run, config, sabotage=None, **kwargs):
         run(model)
         return weights(model)
 
-    found = [full for full in run_ranks(on_rank, ranks_of(config)) if full]
-    assert len(found) == (config.dp_size or 1)
-    return max(movement_error(full, weights(expected), start) for full in found)
+    rank_weights = [full for full in run_ranks(on_rank, ranks_of(config)) if full]
+    assert len(rank_weights) == (config.dp_size or 1)
+    return max(movement_error(full, weights(expected), start) for full in rank_weights)

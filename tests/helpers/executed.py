@@ -35,7 +35,7 @@ def _list_called_sources() -> list[str]:
     return [name for name in _called if name.startswith(_prefixes)]
 
 
-def _exit_and_record(status: int) -> None:
+def _record_and_exit(status: int) -> None:
     """Replaces `os._exit`: writes the called files first, since a forked rank never returns to the test."""
     with tempfile.NamedTemporaryFile("w", dir=os.environ[_FOLDER], suffix=".json", delete=False) as file:
         json.dump(_list_called_sources(), file)
@@ -69,7 +69,7 @@ class _Recorder:
         folder = Path(tempfile.mkdtemp(dir=self.folder))
         os.environ[_FOLDER] = str(folder)
         _called.clear()
-        os._exit = _exit_and_record
+        os._exit = _record_and_exit
         sys.settrace(_record_call)
         threading.settrace(_record_call)
         try:
