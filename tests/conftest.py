@@ -1,4 +1,4 @@
-"""Shared fixtures, the tiers, and the rule that every skip is on the committed list."""
+"""Shared fixtures, test tiers, and the check that every skip is on the allow-list."""
 
 import os
 import shutil
@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-# Before torch and transformers are imported: one thread as on the ranks, and no hub.
+# Set before torch and transformers are imported: one thread, as on the ranks, and no access to the Hub.
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
@@ -24,9 +24,9 @@ import hf_megatron  # noqa: E402, F401
 TESTS = Path(__file__).parent
 ALLOWED_SKIPS = TESTS / "allowed_skips.txt"
 FIRST_TIER = TESTS / "first_tier.txt"
-# What `addopts` of pyproject.toml selects.
+# The marker expression in `addopts` of pyproject.toml.
 ONLY_FIRST = "not slow"
-# See `shared_twins`.
+# Environment variable with the folder of `tests.helpers.shared_tiny_models`.
 TINY_MODELS = "SHARED_TINY_MODELS"
 
 torch.set_num_threads(1)
@@ -41,7 +41,7 @@ def pytest_configure(config):
         origin = find_spec(package).origin
         if TESTS.parent not in Path(origin).parents:
             raise pytest.UsageError(f"{package} is {origin}, not this checkout's: run `pip install -e .` here")
-    # Tests that are named are run, whatever their tier.
+    # Tests named on the command line run regardless of their tier.
     if config.args_source is config.ArgsSource.ARGS and config.option.markexpr == ONLY_FIRST:
         config.option.markexpr = ""
     if not _is_worker(config):
@@ -49,13 +49,13 @@ def pytest_configure(config):
 
 
 def pytest_unconfigure(config):
-    # A usage error comes before it is there.
+    # After a usage error in `pytest_configure`, the variable is not set.
     if not _is_worker(config) and TINY_MODELS in os.environ:
         shutil.rmtree(os.environ.pop(TINY_MODELS), ignore_errors=True)
 
 
 def pytest_xdist_auto_num_workers():
-    """Of `-n auto`: one for each core, as far as memory is likely to go."""
+    """Returns the worker count of `-n auto`: one per core, at most 8 to limit memory."""
     return min(len(os.sched_getaffinity(0)), 8)
 
 
@@ -63,12 +63,12 @@ def _is_worker(config):
     return hasattr(config, "workerinput")
 
 
-def _listed(file: Path) -> list[str]:
+def _read_list(file: Path) -> list[str]:
     lines = [line.partition("  #")[0].strip() for line in file.read_text(encoding="utf-8").splitlines()]
     return [line for line in lines if line and not line.startswith("#")]
 
 
-def _part(text: str) -> tuple[int, int]:
+def _parse_slow_part(text: str) -> tuple[int, int]:
     try:
         part, parts = (int(number) for number in text.split("/"))
     except ValueError:
@@ -86,11 +86,11 @@ def pytest_addoption(parser):
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config, items):
-    """Marks what `first_tier.txt` does not list as slow, before `-m` selects.
+    """Marks tests that `first_tier.txt` does not list as slow, before `-m` selects.
 
-    Leaves out tests that need a GPU where there is none, and the slow ones of the other parts of `--slow-part`.
+    Deselects GPU tests if there is no GPU, and slow tests of other parts than `--slow-part`.
     """
-    listed = {line.removeprefix("!").strip(): not line.startswith("!") for line in _listed(FIRST_TIER)}
+    listed = {line.removeprefix("!").strip(): not line.startswith("!") for line in _read_list(FIRST_TIER)}
     names = set()
     for item in items:
         fitting = [name for name in listed if item.nodeid.startswith(name)]
@@ -103,31 +103,31 @@ def pytest_collection_modifyitems(config, items):
     if not torch.cuda.device_count():
         left_out |= {item for item in items if item.get_closest_marker("gpu")}
     if text := config.getoption("slow_part"):
-        # Later than pytest, which rewrites the assertions of plugins.
+        # Imported late, so that pytest can rewrite the assertions of this plugin.
         from tests.helpers.costs import parts_of_equal_cost
 
-        part, parts = _part(text)
+        part, parts = _parse_slow_part(text)
         others = [item for item in items if item.get_closest_marker("slow") and item not in left_out]
-        # Whole functions, whose cases share runs.
-        chosen = parts_of_equal_cost(Counter(map(_function, others)), parts)[part - 1]
-        left_out |= {item for item in others if _function(item) not in chosen}
+        # Functions are not split, since their cases share runs.
+        chosen = parts_of_equal_cost(Counter(map(_function_id, others)), parts)[part - 1]
+        left_out |= {item for item in others if _function_id(item) not in chosen}
     items[:] = [item for item in items if item not in left_out]
     config.hook.pytest_deselected(items=list(left_out))
 
 
-def _function(item) -> str:
+def _function_id(item) -> str:
     return item.nodeid.partition("[")[0]
 
 
 @pytest.fixture(scope="session")
 def stories() -> Path:
-    """A trained 260,032-parameter Llama: hidden 64, 5 layers, 8 heads, 4 KV heads, vocabulary 512, tied."""
+    """Folder of a trained 260,032-parameter Llama: hidden 64, 5 layers, 8 heads, 4 KV heads, vocabulary 512, tied."""
     return TESTS / "data" / "stories260K_hf"
 
 
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory) -> Path:
-    """A Llama of two layers with drawn weights: hidden 32, 4 heads, 2 KV heads, vocabulary 64, tied."""
+    """Folder of a random Llama of two layers: hidden 32, 4 heads, 2 KV heads, vocabulary 64, tied."""
     from tests.helpers.training import save_tiny
 
     folder = tmp_path_factory.mktemp("tiny")
@@ -137,7 +137,7 @@ def tiny(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="session")
 def tiny_uneven(tmp_path_factory) -> Path:
-    """The same untied with a vocabulary of 67, of which ranks hold unequal parts."""
+    """Folder of an untied `tiny` with vocabulary 67, which gives vocabulary shards of unequal size."""
     from tests.helpers.training import save_tiny
 
     folder = tmp_path_factory.mktemp("tiny_uneven")
@@ -161,17 +161,19 @@ def pytest_terminal_summary(terminalreporter):
     terminalreporter.section("skips")
     for name, reason in sorted(_skipped.items()):
         terminalreporter.write_line(f"{name}: {reason}")
-    terminalreporter.write_line(f"{len(_skipped)} skipped, all of them on the allow-list" if not _surplus() else "")
-    for name in _surplus():
+    terminalreporter.write_line(
+        f"{len(_skipped)} skipped, all of them on the allow-list" if not _find_unlisted_skips() else ""
+    )
+    for name in _find_unlisted_skips():
         terminalreporter.write_line(f"NOT ON THE ALLOW-LIST: {name}")
 
 
-def _surplus() -> list[str]:
-    allowed = tuple(_listed(ALLOWED_SKIPS))
+def _find_unlisted_skips() -> list[str]:
+    allowed = tuple(_read_list(ALLOWED_SKIPS))
     return [name for name in sorted(_skipped) if not name.startswith(allowed)]
 
 
 def pytest_sessionfinish(session, exitstatus):
-    # Under xdist the reports of all workers have come to the process that started them.
-    if not _is_worker(session.config) and _surplus() and exitstatus == 0:
+    # With xdist, the controller process has the reports of all workers.
+    if not _is_worker(session.config) and _find_unlisted_skips() and exitstatus == 0:
         session.exitstatus = 1

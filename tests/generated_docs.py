@@ -1,9 +1,8 @@
-"""Generates the parts of the documentation that are derived from the code: `python -m tests.generated_docs`.
+"""Generator of documentation that is derived from the code: `python -m tests.generated_docs`.
 
 docs/patches.md   every replaced function and attribute
-docs/surface.md   what a training loop may do on which layout, as `python -m tests.helpers.loop_patterns` recorded it
-docs/versions.md  which versions the tests were run with, as `python -m tests.matrix` recorded it
-docs/gpu.md       what ran on GPUs, and README's status, from `tests/data/gpu_runs.json`
+docs/surface.md   training-loop patterns per layout, recorded by `python -m tests.helpers.loop_patterns`
+docs/versions.md  tested library versions, recorded by `python -m tests.matrix`
 """
 
 import json
@@ -22,10 +21,10 @@ from tests.structure import ROOT
 
 
 def shorten_targets(targets: Sequence[str]) -> str:
-    """Returns the targets of one replacement as Markdown, with what all of them begin and end with written once."""
+    """Returns the targets of one replacement as Markdown, with their common prefix and suffix written once."""
     if len(targets) == 1:
         return f"`{targets[0]}`"
-    # Cut at the separators of dotted paths, so that no name is cut in two.
+    # Split at the separators of dotted paths, so that no name is split.
     prefix = re.sub(r"[^.:]*$", "", os.path.commonprefix(list(targets)))
     rest = [target[len(prefix) :] for target in targets]
     suffix = re.sub(r"^[^.:]*", "", os.path.commonprefix([text[::-1] for text in rest])[::-1])
@@ -56,7 +55,7 @@ def patches() -> str:
     return "\n".join([*head, *rows]) + "\n"
 
 
-def instance_patches() -> str:
+def render_instance_patches() -> str:
     rows = [f"| `{name}` | {patch.stock} | {patch.until} |" for name, patch in INSTANCE_PATCHES.items()]
     return "\n".join(["| attribute | stock | needed until |", "|---|---|---|", *rows]) + "\n"
 
@@ -93,16 +92,14 @@ def gpu_status() -> str:
 
 
 PARTS: dict[str, dict[str, Callable[[], str]]] = {
-    "README.md": {"status": gpu_status},
-    "docs/gpu.md": {"GPU runs": gpu_table, "not run": gpu_gaps},
-    "docs/patches.md": {"patches": patches, "instance patches": instance_patches},
-    "docs/surface.md": {"loop patterns": table},
+    "docs/patches.md": {"patches": patches, "instance patches": render_instance_patches},
+    "docs/surface.md": {"habits": table},
     "docs/versions.md": {"versions": versions},
 }
 
 
 def generated(page: str) -> str:
-    """Returns a page with its generated parts brought up to date."""
+    """Returns the text of a page with updated generated parts."""
     text = (ROOT / page).read_text(encoding="utf-8")
     for name, part in PARTS[page].items():
         before, begin, rest = text.partition(f"<!-- {name} -->\n")

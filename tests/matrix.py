@@ -1,11 +1,11 @@
-"""The first tier of tests on the versions users have: `python -m tests.matrix FOLDER [combination ...]`.
+"""First tier of tests on supported library versions: `python -m tests.matrix FOLDER [combination ...]`.
 
-Each combination gets an environment of its own in the folder, which is kept and used again. What a test gave is noted
-there as soon as it has ended, so that a run that was cut off goes on where it was; `tests/matrix.json` has the counts,
-and docs/versions.md shows them. A combination whose first tier was not run to its end says how far it came.
+Each combination has a separate environment in the folder, which is reused. The outcome of each test is recorded there
+as soon as it ends, so that an interrupted run can resume. `tests/matrix.json` has the counts, and docs/versions.md
+shows them, with the number of tests run if the first tier is incomplete.
 
-    python -m tests.matrix FOLDER                       # all, one after the other; needs each Python on the path
-    python -m tests.matrix FOLDER oldest --minutes 20   # one, for so long
+    python -m tests.matrix FOLDER                       # all combinations; needs each Python on the path
+    python -m tests.matrix FOLDER oldest --minutes 20   # one combination with a time limit
 """
 
 import argparse
@@ -34,7 +34,7 @@ MIDDLE: Mapping[str, str] = MappingProxyType(
     {"torch": "2.12", "transformers": "5.22", "accelerate": "1.14", "trl": "1.15", "peft": "0.20"}
     | {"sentence_transformers": "6.1"}
 )
-# Each version is in one of them.
+# Every supported version is in at least one combination.
 COMBINATIONS: Mapping[str, Mapping[str, str]] = MappingProxyType(
     {
         "newest": {**NEWEST, "python": "3.13"},
@@ -44,7 +44,7 @@ COMBINATIONS: Mapping[str, Mapping[str, str]] = MappingProxyType(
 )
 INDEX = ("--retries", "0", "--extra-index-url", "https://download.pytorch.org/whl/cpu")
 
-# Within pytest, as its plugin: `-p tests.matrix --outcomes FILE`
+# pytest plugin: `-p tests.matrix --outcomes FILE`
 
 
 def pytest_addoption(parser):
@@ -54,72 +54,73 @@ def pytest_addoption(parser):
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config, items):
-    """Leaves out what has an outcome, after `-m` has selected, and notes which tests there are."""
+    """Writes the ids of the tests selected by `-m`, and deselects those with a recorded outcome."""
     file = config.getoption("outcomes")
     if file is None:
         return
-    known = outcomes(file)
+    recorded_tests = outcomes(file)
     file.with_suffix(".tests").write_text(json.dumps([item.nodeid for item in items]), encoding="utf-8")
-    config.hook.pytest_deselected(items=[item for item in items if item.nodeid in known])
-    items[:] = [item for item in items if item.nodeid not in known]
+    config.hook.pytest_deselected(items=[item for item in items if item.nodeid in recorded_tests])
+    items[:] = [item for item in items if item.nodeid not in recorded_tests]
 
 
 def pytest_runtest_logreport(report):
-    """Notes a test that is over, and one that failed before or after it was run."""
+    """Records the outcome of a test's call, and failures and skips in setup and teardown."""
     if report.when == "call" or report.outcome != "passed":
-        _noted.append({"test": report.nodeid, "outcome": report.outcome})
+        _new_outcomes.append({"test": report.nodeid, "outcome": report.outcome})
 
 
-_noted: list[dict[str, str]] = []
+_new_outcomes: list[dict[str, str]] = []
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item, nextitem):
-    found = yield
+    result = yield
     file = item.config.getoption("outcomes")
     if file is not None:
         with file.open("a", encoding="utf-8") as out:
-            out.writelines(json.dumps(row) + "\n" for row in _noted)
+            out.writelines(json.dumps(row) + "\n" for row in _new_outcomes)
         if time.time() > item.config.getoption("until"):
             item.session.shouldstop = "its time is over"
-    _noted.clear()
-    return found
+    _new_outcomes.clear()
+    return result
 
 
 def outcomes(file: Path) -> dict[str, str]:
-    """Test -> what it gave; a failure stays one."""
-    found: dict[str, str] = {}
+    """Returns the last outcome of each test; a failure is never overwritten."""
+    results: dict[str, str] = {}
     for line in file.read_text(encoding="utf-8").splitlines() if file.exists() else ():
         row = json.loads(line)
-        if found.get(row["test"]) != "failed":
-            found[row["test"]] = row["outcome"]
-    return found
+        if results.get(row["test"]) != "failed":
+            results[row["test"]] = row["outcome"]
+    return results
 
 
-# Outside of it
+# Command line
 
 
-def environment(name: str, folder: Path) -> Path:
-    """The interpreter of a combination's environment, which is made and filled first."""
-    wanted = dict(COMBINATIONS[name])
-    version = wanted.pop("python")
+def prepare_environment(name: str, folder: Path) -> Path:
+    """Returns the interpreter of a combination's environment, after installing its packages."""
+    versions = dict(COMBINATIONS[name])
+    version = versions.pop("python")
     python = folder / name / "bin" / "python"
     if not python.exists():
         subprocess.run([f"python{version}", "-m", "venv", str(folder / name)], check=True)
     install = [str(python), "-m", "pip", "install", "-q", "--disable-pip-version-check"]
-    subprocess.run([*install, *INDEX, f"torch=={wanted['torch']}.*"], check=True)
-    requirements = [f"{library}=={minor}.*" for library, minor in wanted.items()]
+    subprocess.run([*install, *INDEX, f"torch=={versions['torch']}.*"], check=True)
+    requirements = [f"{library}=={minor}.*" for library, minor in versions.items()]
     subprocess.run([*install, *requirements, "-e", f"{ROOT}[test]"], check=True)
     return python
 
 
 def run(name: str, folder: Path, minutes: float, workers: int) -> dict[str, object]:
-    """Runs what a combination has not been run with yet; the row of the results."""
-    python = environment(name, folder)
+    """Runs the remaining tests of a combination; returns its table row."""
+    python = prepare_environment(name, folder)
     log = folder / f"{name}.jsonl"
     until = time.time() + 60 * minutes
     variables = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"} | {"HF_HUB_OFFLINE": "1"}
-    # In one word each: pytest takes a file that is there, behind an option, for what it is to find its settings by.
+    # `--option=value` in one word: pytest would take an existing file in a word after the option as a test path, which
+    # determines its configuration.
     command = [str(python), "-m", "pytest", "-p", "tests.matrix", f"--outcomes={log}", f"--until={until}"]
     command += ["-n", str(workers)]
     with (folder / f"{name}.log").open("w", encoding="utf-8") as out:
@@ -127,25 +128,25 @@ def run(name: str, folder: Path, minutes: float, workers: int) -> dict[str, obje
     versions = subprocess.run(
         [str(python), "-m", "hf_megatron.cli", "env"], capture_output=True, text=True, check=True, cwd=ROOT
     )
-    there_are = json.loads(log.with_suffix(".tests").read_text(encoding="utf-8"))
-    # Tests have other names since a run that was cut off.
-    found = {test: outcome for test, outcome in outcomes(log).items() if test in set(there_are)}
-    counts = {outcome: sum(value == outcome for value in found.values()) for outcome in ("passed", "skipped")}
+    test_ids = json.loads(log.with_suffix(".tests").read_text(encoding="utf-8"))
+    # Drops tests that were renamed or removed since an interrupted run.
+    results = {test: outcome for test, outcome in outcomes(log).items() if test in set(test_ids)}
+    counts = {outcome: sum(value == outcome for value in results.values()) for outcome in ("passed", "skipped")}
     return {
         "versions": json.loads(versions.stdout),
-        "first tier": len(there_are),
+        "first tier": len(test_ids),
         **counts,
-        "failed": sorted(test for test, outcome in found.items() if outcome == "failed"),
+        "failed": sorted(test for test, outcome in results.items() if outcome == "failed"),
     }
 
 
 def recorded() -> dict[str, dict]:
-    """Combination -> its row."""
+    """Returns the recorded table row of each combination."""
     return json.loads(DATA.read_text(encoding="utf-8")) if DATA.exists() else {}
 
 
 def table() -> str:
-    """The combinations and their counts in Markdown, then what failed."""
+    """Renders the combinations and their counts as Markdown, then the failed tests."""
     rows = recorded()
     names = ("python", *NEWEST)
     lines = [
@@ -157,7 +158,7 @@ def table() -> str:
             continue
         ran = row["passed"] + row["skipped"] + len(row["failed"])
         extent = "all" if ran == row["first tier"] else f"{ran} of {row['first tier']}"
-        # Libraries that were not there yet when a row was run.
+        # Older rows lack the libraries that were added later.
         cells = [row["versions"].get(library, "-") for library in names]
         cells += [extent, str(row["passed"]), str(row["skipped"]), str(len(row["failed"]))]
         lines.append(f"| {name} | {' | '.join(cells)} |")

@@ -1,4 +1,4 @@
-"""Prints a command of README: `python tests/readme_command.py run`, `... test` or `... "test everything"`."""
+"""Printer of a README command: `python tests/readme_command.py run`, `... test` or `... "test everything"`."""
 
 import re
 import sys
@@ -8,7 +8,7 @@ README = Path(__file__).parent.parent / "README.md"
 
 
 def readme_command(name: str) -> str:
-    """The shell block that follows `<!-- command: NAME -->` in README."""
+    """Returns the shell block after `<!-- command: NAME -->` in README."""
     text = README.read_text(encoding="utf-8")
     match = re.search(rf"<!-- command: {name} -->\n```bash\n(.*?)```", text, re.DOTALL)
     if match is None:

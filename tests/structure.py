@@ -1,10 +1,10 @@
-"""The structure of the library as numbers: `python -m tests.structure [--hops]`.
+"""Structural metrics of the library: `python -m tests.structure [--hops]`.
 
-    arrows    imports from a room to one that stands above it in `ORDER`, wherever in a file they are
-    circles   files that import each other, type hints and imports inside functions included
+    arrows    upward imports: from a component to one above it in `ORDER`, at any place in a file
+    circles   import cycles between files, including type hints and imports inside functions
     hops      frames of this library on the stack when a weight is placed, a gradient reduced, a shard written
 
-A room is a folder or a file of `hf_megatron`; `conversion` and `model_cards` are rooms although they lie beside it.
+A component is a folder or file of `hf_megatron`, or one of the folders `conversion` and `model_cards` next to it.
 """
 
 import argparse
@@ -20,7 +20,7 @@ ROOT = Path(__file__).parent.parent
 PACKAGE = "hf_megatron"
 MAPPED = {"conversion", "model_cards"}
 
-# The highest floor first. Rooms on one line do not import each other, or only from left to right.
+# The highest layer first. Within a layer, components import each other only from left to right, if at all.
 ORDER = (
     ("cli", "__main__"),
     ("planner",),
@@ -42,33 +42,33 @@ ORDER = (
 
 
 def files() -> dict[str, Path]:
-    """Module name -> file, of the library's own files."""
-    found = {}
+    """Returns the files of the library by module name."""
+    modules = {}
     for folder, prefix in ((PACKAGE, PACKAGE), *((name, f"{PACKAGE}.{name}") for name in sorted(MAPPED))):
         for path in sorted((ROOT / folder).rglob("*.py")):
             parts = path.relative_to(ROOT / folder).with_suffix("").parts
-            found[".".join((prefix, *(part for part in parts if part != "__init__")))] = path
-    return found
+            modules[".".join((prefix, *(part for part in parts if part != "__init__")))] = path
+    return modules
 
 
 def room(module: str) -> str:
-    """The folder or file of the package that a module belongs to."""
+    """Returns the component of a module: its top-level folder or file in the package."""
     parts = module.split(".")
     return parts[1] if len(parts) > 1 else "__init__"
 
 
 def public_names() -> dict[str, list[str]]:
-    """Public classes and functions of modules -> where they are defined."""
-    found: dict[str, list[str]] = {}
+    """Returns the modules that define each public class or function name."""
+    modules: dict[str, list[str]] = {}
     for module, path in files().items():
         for node in ast.parse(path.read_text(encoding="utf-8")).body:
             if isinstance(node, (ast.ClassDef, ast.FunctionDef)) and not node.name.startswith("_"):
-                found.setdefault(node.name, []).append(module)
-    return found
+                modules.setdefault(node.name, []).append(module)
+    return modules
 
 
 def imports(module: str, path: Path, known: set[str]) -> Iterator[str]:
-    """The library's modules that a file imports, anywhere in it."""
+    """Yields the modules of the library that a file imports, at any place in it."""
     package = module if path.name == "__init__.py" else module.rpartition(".")[0]
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
@@ -86,28 +86,28 @@ def imports(module: str, path: Path, known: set[str]) -> Iterator[str]:
                     yield base
 
 
-def graph() -> dict[str, set[str]]:
-    found = files()
-    known = set(found)
-    return {module: set(imports(module, path, known)) - {module} for module, path in found.items()}
+def build_import_graph() -> dict[str, set[str]]:
+    modules = files()
+    names = set(modules)
+    return {module: set(imports(module, path, names)) - {module} for module, path in modules.items()}
 
 
 def upward_arrows() -> list[str]:
-    """Imports of a room that stands above the importing one."""
-    floor = {name: number for number, names in enumerate(ORDER) for name in names}
+    """Returns the imports from a component above the importing one."""
+    layer = {name: number for number, names in enumerate(ORDER) for name in names}
     place = {name: names.index(name) for names in ORDER for name in names}
-    arrows = []
-    for module, imported in graph().items():
+    upward = []
+    for module, imported in build_import_graph().items():
         for other in imported:
             source, target = room(module), room(other)
-            if (floor[source], place[source]) > (floor[target], place[target]):
-                arrows.append(f"{module} -> {other}")
-    return sorted(arrows)
+            if (layer[source], place[source]) > (layer[target], place[target]):
+                upward.append(f"{module} -> {other}")
+    return sorted(upward)
 
 
 def circles() -> list[list[str]]:
-    """Groups of files that import each other, directly or through others (Tarjan's strongly connected components)."""
-    edges, index, low, stack, found = graph(), {}, {}, [], []
+    """Returns groups of files with import cycles (Tarjan's strongly connected components)."""
+    edges, index, low, stack, cycles = build_import_graph(), {}, {}, [], []
 
     def visit(module: str) -> None:
         index[module] = low[module] = len(index)
@@ -122,17 +122,17 @@ def circles() -> list[list[str]]:
             while module not in group:
                 group.append(stack.pop())
             if len(group) > 1:
-                found.append(sorted(group))
+                cycles.append(sorted(group))
 
     sys.setrecursionlimit(10_000)
     for module in edges:
         if module not in index:
             visit(module)
-    return sorted(found)
+    return sorted(cycles)
 
 
-def own_frames() -> list[str]:
-    """The frames of this library on the stack, the outermost first."""
+def list_library_frames() -> list[str]:
+    """Returns the frames of this library on the stack, outermost first."""
     frames, frame = [], sys._getframe(1)
     while frame is not None:
         name = frame.f_globals.get("__name__", "")
@@ -142,17 +142,17 @@ def own_frames() -> list[str]:
     return frames[::-1]
 
 
-def _noting(found: dict[str, list[str]], name: str, function):
-    """`function`, which notes the frames of its first call."""
+def _record_first_call(found: dict[str, list[str]], name: str, function):
+    """Wraps `function` to record the frames of its first call."""
 
     def wrapper(*args, **kwargs):
-        found.setdefault(name, own_frames())
+        found.setdefault(name, list_library_frames())
         return function(*args, **kwargs)
 
     return wrapper
 
 
-def _hops_on_rank(directory: str) -> dict[str, list[str]]:
+def _record_frames_on_rank(directory: str) -> dict[str, list[str]]:
     import torch
     import torch.distributed as dist
     from accelerate import Accelerator
@@ -160,14 +160,14 @@ def _hops_on_rank(directory: str) -> dict[str, list[str]]:
 
     from hf_megatron import MegatronConfig, parallelize
 
-    found: dict[str, list[str]] = {}
+    frames: dict[str, list[str]] = {}
     small = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
     config = LlamaConfig(vocab_size=64, **small)
     if dist.get_rank() == 0:
         LlamaForCausalLM(config).save_pretrained(directory)
     dist.barrier()
     placing = parallelize.distribute_tensor
-    parallelize.distribute_tensor = _noting(found, "from_pretrained -> a placed weight", placing)
+    parallelize.distribute_tensor = _record_first_call(frames, "from_pretrained -> a placed weight", placing)
     LlamaForCausalLM.from_pretrained(directory, megatron_config=MegatronConfig(tp_size=2))
 
     model = LlamaForCausalLM.from_pretrained(directory, megatron_config=MegatronConfig(dp_size=2))
@@ -176,40 +176,40 @@ def _hops_on_rank(directory: str) -> dict[str, list[str]]:
     ids = torch.arange(8).view(1, 8)
     loss = model(input_ids=ids, labels=ids).loss
     sending = dist.isend
-    dist.isend = _noting(found, "loss.backward() -> a gradient on its way", sending)
+    dist.isend = _record_first_call(frames, "loss.backward() -> a gradient on its way", sending)
     accelerator.backward(loss)
-    dist.isend = _noting(found, "optimizer.step() -> a weight on its way", sending)
+    dist.isend = _record_first_call(frames, "optimizer.step() -> a weight on its way", sending)
     optimizer.step()
     dist.isend = sending
     opening = builtins.open
 
-    def open_noting(file, mode="r", *args, **kwargs):
+    def open_and_record(file, mode="r", *args, **kwargs):
         if "x" in mode and str(file).endswith(".safetensors"):
-            found.setdefault("save_state() -> a shard on disk", own_frames())
+            frames.setdefault("save_state() -> a shard on disk", list_library_frames())
         return opening(file, mode, *args, **kwargs)
 
-    builtins.open = open_noting
+    builtins.open = open_and_record
     accelerator.save_state(str(Path(directory) / "state"))
     builtins.open = opening
-    return found
+    return frames
 
 
 def hops() -> dict[str, list[str]]:
-    """What is done -> this library's frames on the stack when it is."""
+    """Returns the frames of this library on the stack at each traced operation."""
     from hf_megatron.core.fork_harness import run_ranks
 
     with tempfile.TemporaryDirectory() as directory:
-        return run_ranks(_hops_on_rank, 2, directory)[0]
+        return run_ranks(_record_frames_on_rank, 2, directory)[0]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--hops", action="store_true", help="train and save a tiny model on two ranks to count frames")
-    wanted = parser.parse_args()
-    numbers: dict[str, object] = {"upward arrows": upward_arrows(), "circles": circles()}
-    if wanted.hops:
-        numbers["hops"] = {name: {"frames": len(frames), "way": frames} for name, frames in hops().items()}
-    print(json.dumps(numbers, indent=2))
+    args = parser.parse_args()
+    metrics: dict[str, object] = {"upward arrows": upward_arrows(), "circles": circles()}
+    if args.hops:
+        metrics["hops"] = {name: {"frames": len(frames), "way": frames} for name, frames in hops().items()}
+    print(json.dumps(metrics, indent=2))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The support table of the documents and README's summary of it, generated from `verified.json`."""
+"""Support table of the documentation and its summary in README, generated from `verified.json`."""
 
 import json
 import re
@@ -10,7 +10,7 @@ from typing import Any
 
 from hf_megatron.models.verified import records
 
-# Heading -> kind of layout, tp size, pp size, cp size, ep size.
+# Heading -> layout kind, tp size, pp size, cp size, ep size.
 COLUMNS = {
     "tp2": ("tp", 2, 1, 1, 1),
     "tp2 + sp": ("tp+sp", 2, 1, 1, 1),
@@ -23,32 +23,32 @@ COLUMNS = {
     "tp2 + ep2": ("tp+ep", 2, 1, 1, 2),
     "tp2 + sp + ep2": ("tp+sp+ep", 2, 1, 1, 2),
 }
-# What an error says before its reason: the field, and which model it is.
+# Prefix of an error message before the reason: the config field and the model type.
 _REASON = re.compile(r"^\w+Error: (MegatronConfig\.\w+( = \S+)?: )?(model type '\w+' )?")
 _PART = "<!-- {0} -->\n", "<!-- end of {0} -->"
 
 
-def _layout(row: Mapping[str, Any]) -> tuple[Any, ...]:
+def _layout_key(row: Mapping[str, Any]) -> tuple[Any, ...]:
     sizes = (row.get(name, 1) for name in ("pp_size", "cp_size", "ep_size"))
     return row["layout"], row["tp_size"], *sizes
 
 
-def _cell(row: Mapping[str, Any] | None) -> str:
+def _render_cell(row: Mapping[str, Any] | None) -> str:
     if row is None or not row["passed"]:
         return "-" if row is None else "no"
-    found = re.search(r": ([\d.e+-]+) x the limit", row.get("worst", ""))
-    return f"yes ({float(found[1]):.2f})" if found else "yes"
+    match = re.search(r": ([\d.e+-]+) x the limit", row.get("worst", ""))
+    return f"yes ({float(match[1]):.2f})" if match else "yes"
 
 
 def support_table(rows: Iterable[Mapping[str, Any]] | None = None) -> str:
-    """Renders a line per model class and a column per layout; then shares that are split, and what is refused."""
+    """Renders a row per model class and a column per layout, then the split shares and the unsupported layouts."""
     by_class: dict[tuple[str, str], dict[tuple[Any, ...], Mapping[str, Any]]] = defaultdict(dict)
-    further: dict[tuple[str, str], dict[str, list[Mapping[str, Any]]]] = defaultdict(lambda: defaultdict(list))
+    changed_configs: dict[tuple[str, str], dict[str, list[Mapping[str, Any]]]] = defaultdict(lambda: defaultdict(list))
     reasons: dict[str, list[str]] = defaultdict(list)
     split_shares: dict[str, float] = {}
     gathered: dict[str, float] = {}
     for row in records() if rows is None else rows:
-        name, layout = (row["model_type"], row["class"]), _layout(row)
+        name, layout = (row["model_type"], row["class"]), _layout_key(row)
         if not row["changes"]:
             by_class[name][layout] = row
             if row["passed"] and row.get("split", 1.0) < 0.5:
@@ -56,21 +56,23 @@ def support_table(rows: Iterable[Mapping[str, Any]] | None = None) -> str:
             if row["passed"] and "whole" in row:
                 gathered[row["class"]] = row["whole"]
         else:
-            further[name][_changes(row)].append(row)
+            changed_configs[name][_render_changes(row)].append(row)
     lines = [
         f"| model type | class | {' | '.join(COLUMNS)} | also compared with | for example |",
         "|---|---" + "|---" * len(COLUMNS) + "|---|---|",
     ]
     names = json.loads(Path(__file__).with_name("checkpoint_names.json").read_text(encoding="utf-8"))
     for name, results in sorted(by_class.items()):
-        cells = [_cell(results.get(column)) for column in COLUMNS.values()]
-        lines.append(f"| {' | '.join((*name, *cells))} | {_further(further[name])} | {names.get(name[0], '')} |")
+        cells = [_render_cell(results.get(column)) for column in COLUMNS.values()]
+        lines.append(
+            f"| {' | '.join((*name, *cells))} | {_render_changed(changed_configs[name])} | {names.get(name[0], '')} |"
+        )
         for heading, column in COLUMNS.items():
             if column in results and not results[column]["passed"]:
                 reasons[_REASON.sub("", results[column]["worst"])].append(f"{name[1]} on {heading.replace(' ', '')}")
     shares, blocks = (
-        ", ".join(f"{name} ({share:.0%})" for name, share in sorted(found.items()))
-        for found in (split_shares, gathered)
+        ", ".join(f"{name} ({share:.0%})" for name, share in sorted(class_shares.items()))
+        for class_shares in (split_shares, gathered)
     )
     refused = "".join(f"- {', '.join(cases)}: {reason}\n" for reason, cases in reasons.items())
     return (
@@ -92,27 +94,27 @@ def support_table(rows: Iterable[Mapping[str, Any]] | None = None) -> str:
     )
 
 
-def _further(compared: Mapping[str, list[Mapping[str, Any]]]) -> str:
-    """Lists changed configs that were equal, and the layouts on which they were not."""
+def _render_changed(compared: Mapping[str, list[Mapping[str, Any]]]) -> str:
+    """Renders the changed configs that passed, with the layouts on which they failed."""
     headings = {column: heading.replace(" ", "") for heading, column in COLUMNS.items()}
     texts = []
     for changes, rows in sorted(compared.items()):
-        layouts = {_layout(row): row["passed"] for row in rows}
+        layouts = {_layout_key(row): row["passed"] for row in rows}
         failed = [headings[column] for column in headings if layouts.get(column) is False]
         if any(layouts.values()):
             texts.append(changes + (f" (not on {', '.join(failed)})" if failed else ""))
     return "; ".join(texts)
 
 
-def _changes(row: Mapping[str, Any]) -> str:
+def _render_changes(row: Mapping[str, Any]) -> str:
     return ", ".join(f"`{name}={json.dumps(value)}`" for name, value in sorted(row["changes"].items()))
 
 
 def support_summary(rows: Iterable[Mapping[str, Any]] | None = None) -> str:
-    """Counts in one sentence how many model classes pass on which layout."""
-    found = [row for row in (records() if rows is None else rows) if not row["changes"]]
-    classes = {(row["model_type"], row["class"]) for row in found}
-    passed = Counter(_layout(row) for row in found if row["passed"])
+    """Renders the number of passing model classes per layout as a sentence."""
+    default_rows = [row for row in (records() if rows is None else rows) if not row["changes"]]
+    classes = {(row["model_type"], row["class"]) for row in default_rows}
+    passed = Counter(_layout_key(row) for row in default_rows if row["passed"])
     counts = ", ".join(f"{passed[column]} on {heading.replace(' ', '')}" for heading, column in COLUMNS.items())
     return (
         "Loss, every gradient and the weights after two optimizer steps were compared with one process for "
@@ -121,12 +123,12 @@ def support_summary(rows: Iterable[Mapping[str, Any]] | None = None) -> str:
 
 
 def update(path: Path) -> None:
-    """Writes the table, or the summary, between the markers of a Markdown file."""
+    """Updates the table and the summary between the markers of a Markdown file."""
     text = path.read_text(encoding="utf-8")
     for name, content in (("support table", support_table()), ("support summary", support_summary())):
         begin, end = (marker.format(name) for marker in _PART)
-        before, found, rest = text.partition(begin)
-        if found:
+        before, separator, rest = text.partition(begin)
+        if separator:
             text = before + begin + content + end + rest.partition(end)[2]
     path.write_text(text, encoding="utf-8")
 

@@ -1,15 +1,16 @@
-"""Where the suite's time goes: wall and CPU seconds of every test, its forks and launches included.
+"""Wall and CPU seconds of every test, including its forked and launched processes.
 
     python -m pytest --costs=costs.json
-    python -m tests.helpers.costs costs.json          # the dearest files and tests
-    python -m tests.helpers.costs costs.json --keep   # writes what slow tests took to tests/costs.json
+    python -m tests.helpers.costs costs.json          # prints the slowest files and tests
+    python -m tests.helpers.costs costs.json --keep   # records the times of slow tests in tests/costs.json
 
-`tests/costs.json` has the seconds of slow functions, by which the parts of `--slow-part` take about as long.
+`tests/costs.json` has the seconds of slow test functions; `--slow-part` uses them to balance its parts.
 
-A run ends with what it took and with how much of the machine others used: where that is much, its times say little.
+A run prints its total time and the share of the machine that other processes used. If that share is large, the times
+are unreliable.
 
-What a module's fixture costs is counted with the first test that asks for it. Children are counted when they have
-ended and were waited for, by this process or by a child of it.
+The cost of a module-scoped fixture counts toward the first test that requests it. The cost of a child process counts
+once it has ended and was waited for, by this process or by one of its children.
 """
 
 import json
@@ -27,39 +28,41 @@ _KEY = "costs"
 _LAST = pytest.StashKey[tuple[float, float, float]]()
 _STARTED = pytest.StashKey[tuple[float, float]]()
 _costs: dict[str, dict[str, list[float]]] = {}
-# Collecting and starting workers takes about this long on each, outside of tests.
+# CPU seconds that each worker spends on start-up and collection, outside of tests.
 _START_SECONDS = 25
-_DISTURBED = 0.15
-KEPT = Path(__file__).parents[1] / "costs.json"
-# Of a case of a function that is not kept.
-_SECONDS_OF_A_CASE = 0.5
-# Cheaper functions are not kept.
-_LEAST = 5
+_MAX_OTHER_SHARE = 0.15
+COSTS_FILE = Path(__file__).parents[1] / "costs.json"
+# Assumed seconds per case of a function without a record.
+_DEFAULT_CASE_SECONDS = 0.5
+# Faster functions are not recorded.
+_MIN_SECONDS = 5
 
 
-def _now():
-    own, children = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
-    return time.monotonic(), own.ru_utime + own.ru_stime, children.ru_utime + children.ru_stime
+def _read_times():
+    process, children = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    return time.monotonic(), process.ru_utime + process.ru_stime, children.ru_utime + children.ru_stime
 
 
-def _busy():
-    """Seconds that all cores together have worked, for anybody."""
+def _read_busy_seconds():
+    """Returns the busy seconds of all cores, over all processes of the machine."""
     fields = [int(field) for field in Path("/proc/stat").read_text().split("\n")[0].split()[1:]]
     return (sum(fields[:8]) - fields[3] - fields[4]) / os.sysconf("SC_CLK_TCK")
 
 
 def pytest_sessionstart(session):
-    session.config.stash[_STARTED] = time.monotonic(), _busy()
+    session.config.stash[_STARTED] = time.monotonic(), _read_busy_seconds()
 
 
 def pytest_terminal_summary(terminalreporter, config):
-    wall, busy = (now - then for now, then in zip((time.monotonic(), _busy()), config.stash[_STARTED], strict=True))
-    tests = sum(own + children for phases in _costs.values() for _, own, children in phases.values())
+    wall, busy = (
+        now - then for now, then in zip((time.monotonic(), _read_busy_seconds()), config.stash[_STARTED], strict=True)
+    )
+    tests = sum(process + children for phases in _costs.values() for _, process, children in phases.values())
     workers = max(1, config.getoption("numprocesses", None) or 1)
     others = max(0.0, busy - tests - _START_SECONDS * workers) / (wall * os.cpu_count())
     text = f"{wall / 60:.1f} minutes, {tests / 60:.1f} of CPU in tests; others used {others:.0%} of the machine"
     terminalreporter.section("time")
-    terminalreporter.write_line(text + (": disturbed, these times say little" if others > _DISTURBED else ""))
+    terminalreporter.write_line(text + (": disturbed, these times say little" if others > _MAX_OTHER_SHARE else ""))
 
 
 def pytest_addoption(parser):
@@ -68,21 +71,21 @@ def pytest_addoption(parser):
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item, nextitem):
-    item.stash[_LAST] = _now()
+    item.stash[_LAST] = _read_times()
     return (yield)
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item, call):
     report = yield
-    before, item.stash[_LAST] = item.stash[_LAST], _now()
+    before, item.stash[_LAST] = item.stash[_LAST], _read_times()
     spent = [round(b - a, 3) for a, b in zip(before, item.stash[_LAST], strict=True)]
     report.user_properties = [*report.user_properties, (_KEY, spent)]
     return report
 
 
 def pytest_runtest_logreport(report):
-    # Under xdist the workers' reports arrive here in the process that started them.
+    # With xdist, the controller process receives the workers' reports here.
     for name, spent in report.user_properties:
         if name == _KEY:
             _costs.setdefault(report.nodeid, {})[report.when] = spent
@@ -94,7 +97,7 @@ def pytest_sessionfinish(session):
         Path(path).write_text(json.dumps(_costs, indent=0))
 
 
-def summarise(path, count=25):
+def print_summary(path, count=25):
     costs = json.loads(Path(path).read_text())
     tests = {name: [sum(column) for column in zip(*phases.values(), strict=True)] for name, phases in costs.items()}
     files = defaultdict(lambda: [0, 0.0, 0.0, 0.0])
@@ -112,28 +115,33 @@ def summarise(path, count=25):
 
 
 def parts_of_equal_cost(functions: Mapping[str, int], parts: int) -> Sequence[set[str]]:
-    """Deals functions, with how many cases they have, into parts that take about as long."""
-    known = json.loads(KEPT.read_text(encoding="utf-8"))
-    costs = {name: known.get(name, _SECONDS_OF_A_CASE * cases) for name, cases in functions.items()}
-    found: list[set[str]] = [set() for _ in range(parts)]
+    """Splits functions into parts of about equal total time.
+
+    Args:
+        functions: Number of cases of each function.
+        parts: Number of parts.
+    """
+    recorded = json.loads(COSTS_FILE.read_text(encoding="utf-8"))
+    costs = {name: recorded.get(name, _DEFAULT_CASE_SECONDS * cases) for name, cases in functions.items()}
+    groups: list[set[str]] = [set() for _ in range(parts)]
     seconds = [0.0] * parts
     for name in sorted(costs, key=lambda name: (-costs[name], name)):
         lightest = seconds.index(min(seconds))
-        found[lightest].add(name)
+        groups[lightest].add(name)
         seconds[lightest] += costs[name]
-    return found
+    return groups
 
 
-def keep(path):
-    """Writes the seconds of functions in a run of slow tests to `KEPT`, beside those of others."""
-    found: Counter[str] = Counter()
+def record_costs(path):
+    """Merges the seconds per function of a run of slow tests into `tests/costs.json`."""
+    totals: Counter[str] = Counter()
     for name, phases in json.loads(Path(path).read_text()).items():
-        found[name.partition("[")[0]] += sum(wall for wall, _, _ in phases.values())
-    known = json.loads(KEPT.read_text(encoding="utf-8")) if KEPT.exists() else {}
-    costs = sorted((known | {name: round(seconds) for name, seconds in found.items()}).items())
-    rows = {name: seconds for name, seconds in costs if seconds >= _LEAST}
-    KEPT.write_text(json.dumps(rows, indent=0) + "\n", encoding="utf-8")
+        totals[name.partition("[")[0]] += sum(wall for wall, _, _ in phases.values())
+    recorded = json.loads(COSTS_FILE.read_text(encoding="utf-8")) if COSTS_FILE.exists() else {}
+    costs = sorted((recorded | {name: round(seconds) for name, seconds in totals.items()}).items())
+    slow = {name: seconds for name, seconds in costs if seconds >= _MIN_SECONDS}
+    COSTS_FILE.write_text(json.dumps(slow, indent=0) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":
-    keep(sys.argv[1]) if "--keep" in sys.argv else summarise(*sys.argv[1:2], *map(int, sys.argv[2:3]))
+    record_costs(sys.argv[1]) if "--keep" in sys.argv else print_summary(*sys.argv[1:2], *map(int, sys.argv[2:3]))

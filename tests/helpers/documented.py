@@ -1,4 +1,4 @@
-"""The commands that README, docs and examples show, found by their first words."""
+"""Commands shown in README, docs and examples, found by their first words."""
 
 import re
 from pathlib import Path
@@ -15,33 +15,38 @@ _STARTS = ("hf-megatron ", "accelerate launch", "torchrun ", "python ", "python3
 
 
 def documented_commands(start: str) -> list[tuple[str, str]]:
-    """(page, command) of every command with these first words, in code blocks and between backticks, once."""
-    found: dict[str, str] = {}
+    """Returns (page, command) of each distinct command that begins with `start`, in code blocks and inline code."""
+    pages: dict[str, str] = {}
     for page in PAGES:
-        for command in _commands(page.read_text(encoding="utf-8")):
+        for command in _find_commands(page.read_text(encoding="utf-8")):
             if command.startswith(start):
-                found.setdefault(command, page.name)
-    return [(page, command) for command, page in found.items()]
+                pages.setdefault(command, page.name)
+    return [(page, command) for command, page in pages.items()]
 
 
 def other_commands() -> list[str]:
-    """Lines of shell blocks that begin with none of the words above."""
-    lines = (line for page in PAGES for block in _shell_blocks(page.read_text("utf-8")) for line in _lines(block))
+    """Returns the lines of shell blocks that begin with none of `_STARTS`."""
+    lines = (
+        line
+        for page in PAGES
+        for block in _find_shell_blocks(page.read_text("utf-8"))
+        for line in _split_commands(block)
+    )
     return [line for line in lines if not line.startswith(_STARTS)]
 
 
-def _shell_blocks(text: str) -> list[str]:
+def _find_shell_blocks(text: str) -> list[str]:
     return re.findall(r"```bash\n(.*?)```", text, re.DOTALL)
 
 
-def _lines(block: str) -> list[str]:
+def _split_commands(block: str) -> list[str]:
     joined = re.sub(r"\\\n\s*", "", block)
     commands = (part.split(" #")[0].strip() for line in joined.splitlines() for part in line.split("&&"))
     return [command for command in commands if command and not command.startswith("#")]
 
 
-def _commands(text: str) -> list[str]:
-    blocks = [*_shell_blocks(text), *re.findall(r"(?:^ {4}\S.*\n)+", text, re.MULTILINE)]
+def _find_commands(text: str) -> list[str]:
+    blocks = [*_find_shell_blocks(text), *re.findall(r"(?:^ {4}\S.*\n)+", text, re.MULTILINE)]
     spans = re.findall(r"(?<!`)`([^`\n]+)`(?!`)", re.sub(r"```.*?```", "", text, flags=re.DOTALL))
-    commands = [line.strip() for block in blocks for line in _lines(block)] + spans
+    commands = [line.strip() for block in blocks for line in _split_commands(block)] + spans
     return [command for command in commands if command.startswith(_STARTS)]

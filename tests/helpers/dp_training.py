@@ -1,4 +1,4 @@
-"""A plain training loop that runs alike in one process and on the ranks of a layout, and what its tests compare."""
+"""Plain training loop for a single process or the ranks of a layout, and the comparisons of its tests."""
 
 import contextlib
 
@@ -29,7 +29,7 @@ def load(path, config=None, **kwargs):
 
 
 def batch(seed=0, count=5):
-    """Five rows: unequal numbers of labels, one row has none."""
+    """Returns a batch with unequal numbers of labels per sample; one sample has none."""
     samples = rows(count, seed, length=33)
     return {name: torch.stack([row[name] for row in samples]) for name in ("input_ids", "labels")}
 
@@ -42,7 +42,7 @@ def local_samples(model, global_batch):
 
 
 def backward(model, seeds=(0,), scale=lambda loss: loss):
-    """One window: every microbatch but the last inside `no_sync`; returns its loss."""
+    """Runs one gradient accumulation window, all but the last microbatch in `no_sync`; returns the summed loss."""
     total = 0.0
     for seed in seeds:
         waits = seed != seeds[-1] and parallel_state(model) is not None and hasattr(model, "no_sync")
@@ -63,7 +63,7 @@ def train(model, optimizer, steps=3, first=0, schedulers=()):
 
 
 def weights(model):
-    """The full weights on the first tp rank of each dp rank."""
+    """Returns the full weights on tp rank 0 of each dp rank, and nothing on other ranks."""
     state = parallel_state(model)
     if state is None:
         return {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
@@ -83,7 +83,7 @@ def snapshot(model):
 
 
 def unmoved(model, before):
-    """Whether this rank's part of every parameter is what it was."""
+    """Returns whether the local shard of every parameter equals that in `before`."""
     return all(torch.equal(local_tensor(p.detach()), local_tensor(before[n])) for n, p in local_named_parameters(model))
 
 
@@ -94,7 +94,7 @@ def restore(model, values):
 
 
 def gradients(model):
-    """This step's reduced gradients, in full on every dp rank; tp is left as it is."""
+    """Returns the reduced gradients of this step, gathered over dp but still sharded over tp."""
     reducer = getattr(getattr(parallel_state(model), "data_parallel", None), "reducer", None)
     if reducer is None:
         return {n: None if p.grad is None else p.grad.clone() for n, p in local_named_parameters(model)}
@@ -103,7 +103,7 @@ def gradients(model):
 
 
 def movement_error(found, expected, start):
-    """How far the found weights are from the expected ones, in lengths of the way these have moved."""
+    """Returns the distance between `found` and `expected`, relative to the distance from `start` to `expected`."""
     apart = sum((found[name].double() - expected[name].double()).pow(2).sum() for name in expected)
     way = sum((expected[name].double() - start[name].double()).pow(2).sum() for name in expected)
     assert way > 0, "nothing moved"
@@ -111,7 +111,7 @@ def movement_error(found, expected, start):
 
 
 def error_of(stories, run, config, sabotage=None, **kwargs):
-    """`run(model)` on every rank against one process: the larger of the error and what separates the dp ranks."""
+    """Returns the largest movement error over dp ranks of `run(model)` relative to the single-process run."""
     expected = load(stories, **kwargs)
     start = weights(expected)
     run(expected)
@@ -123,6 +123,6 @@ def error_of(stories, run, config, sabotage=None, **kwargs):
         run(model)
         return weights(model)
 
-    found = [full for full in run_ranks(on_rank, ranks_of(config)) if full]
-    assert len(found) == (config.dp_size or 1)
-    return max(movement_error(full, weights(expected), start) for full in found)
+    rank_weights = [full for full in run_ranks(on_rank, ranks_of(config)) if full]
+    assert len(rank_weights) == (config.dp_size or 1)
+    return max(movement_error(full, weights(expected), start) for full in rank_weights)

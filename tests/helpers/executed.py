@@ -1,10 +1,10 @@
-"""Which source files each test file executes, forked ranks included.
+"""Recorder of the source files that each test file executes, including forked ranks.
 
     python -m pytest -n auto --executed=tests/executed.json    # records a run
-    python -m tests.where hf_megatron/core/mesh.py             # prints the test files
+    python -m tests.where hf_megatron/core/mesh.py             # prints its test files
 
-A global trace function notes the file of every function that is called and traces nothing inside of it, which makes a
-run two to three times as long. Processes that are started anew, such as launchers, are not traced.
+A global trace function records the file of every called function and disables tracing inside it, so a run takes two
+to three times as long. Newly started processes, such as launchers, are not traced.
 """
 
 import json
@@ -27,18 +27,18 @@ _called: set[str] = set()
 _exit = os._exit
 
 
-def _trace(frame: FrameType, event: str, argument: object) -> None:
+def _record_call(frame: FrameType, event: str, argument: object) -> None:
     _called.add(frame.f_code.co_filename)
 
 
-def _sources() -> list[str]:
+def _list_called_sources() -> list[str]:
     return [name for name in _called if name.startswith(_prefixes)]
 
 
-def _leave(status: int) -> None:
-    """Writes what a forked rank called, which ends without returning to the test."""
+def _record_and_exit(status: int) -> None:
+    """Replaces `os._exit`: writes the called files first, since a forked rank never returns to the test."""
     with tempfile.NamedTemporaryFile("w", dir=os.environ[_FOLDER], suffix=".json", delete=False) as file:
-        json.dump(_sources(), file)
+        json.dump(_list_called_sources(), file)
     _exit(status)
 
 
@@ -52,26 +52,26 @@ def pytest_configure(config):
 
 
 class _Recorder:
-    """Traces this process and its forks, and collects per test file what was called."""
+    """Plugin that traces this process and its forks, and collects the called source files per test file."""
 
     def __init__(self, config):
         self.config = config
         self.is_worker = hasattr(config, "workerinput")
-        self.found: dict[str, set[str]] = defaultdict(set)
+        self.tests_by_source: dict[str, set[str]] = defaultdict(set)
         if not self.is_worker:
-            # Workers inherit it, and leave their own results there too.
+            # Workers inherit this variable and write their results to the same folder.
             os.environ[_FOLDER] = tempfile.mkdtemp(prefix="executed_")
         self.folder = Path(os.environ[_FOLDER])
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item):
-        # A folder of its own for each test: ranks of two workers end at the same time.
+        # A separate folder per test: ranks of different workers may end at the same time.
         folder = Path(tempfile.mkdtemp(dir=self.folder))
         os.environ[_FOLDER] = str(folder)
         _called.clear()
-        os._exit = _leave
-        sys.settrace(_trace)
-        threading.settrace(_trace)
+        os._exit = _record_and_exit
+        sys.settrace(_record_call)
+        threading.settrace(_record_call)
         try:
             return (yield)
         finally:
@@ -80,11 +80,11 @@ class _Recorder:
             os._exit = _exit
             os.environ[_FOLDER] = str(self.folder)
             files = [name for file in folder.glob("*.json") for name in json.loads(file.read_text(encoding="utf-8"))]
-            for name in {*_sources(), *files}:
-                self.found[Path(name).relative_to(ROOT).as_posix()].add(item.nodeid.partition("::")[0])
+            for name in {*_list_called_sources(), *files}:
+                self.tests_by_source[Path(name).relative_to(ROOT).as_posix()].add(item.nodeid.partition("::")[0])
 
     def pytest_sessionfinish(self):
-        content = {name: sorted(tests) for name, tests in self.found.items()}
+        content = {name: sorted(tests) for name, tests in self.tests_by_source.items()}
         if self.is_worker or self.config.getoption("numprocesses", None) is None:
             (self.folder / f"of_{os.getpid()}.json").write_text(json.dumps(content), encoding="utf-8")
         if self.is_worker:

@@ -1,13 +1,13 @@
-"""Flips each field of a config: what changes the numbers must be refused, or stay equal to one process.
+"""Changed config fields: each changed value must be rejected or match the single-process run.
 
-`python -m tests.helpers.flips` runs all fields of `TYPES` on two ranks and writes `tests/data/flipped_fields.json`;
-type names as arguments run those alone.
+`python -m tests.helpers.flips` checks all fields of `TYPES` on two ranks and writes `tests/data/flipped_fields.json`;
+arguments select model types.
 
-    cannot be built    the class itself raises
-    cannot be split    the plan raises
-    new                the gate refuses it: the combination was never compared
-    equal              the gate lets it through, and the twin equals one process
-    DIFFERS            the gate lets it through, and the twin does not
+    cannot be built    the model class raises
+    cannot be split    the parallelization plan raises
+    new                the verification gate rejects it: this combination was never compared
+    equal              the gate accepts it, and the tiny model matches the single-process run
+    DIFFERS            the gate accepts it, and the tiny model does not match
 """
 
 import copy
@@ -37,13 +37,13 @@ WORDS = ("gelu", "relu", "silu")
 
 
 def fields(model_type: str) -> list[str]:
-    """The fields of a type's own config, and whether weights are tied."""
-    own = vars(CONFIG_MAPPING[model_type]()).keys() - vars(PreTrainedConfig()).keys()
-    return sorted({name for name in own if not name.startswith("_")} | {"tie_word_embeddings"})
+    """Returns the config fields specific to a model type, and `tie_word_embeddings`."""
+    names = vars(CONFIG_MAPPING[model_type]()).keys() - vars(PreTrainedConfig()).keys()
+    return sorted({name for name in names if not name.startswith("_")} | {"tie_word_embeddings"})
 
 
-def flipped(value: Any) -> Iterator[Any]:
-    """Other values that a field may have, the likeliest first."""
+def generate_alternatives(value: Any) -> Iterator[Any]:
+    """Yields alternative values of a field, the most plausible first."""
     if isinstance(value, bool):
         yield not value
     elif isinstance(value, int):
@@ -62,11 +62,11 @@ def flipped(value: Any) -> Iterator[Any]:
 
 
 def flip(model_type: str, field: str, *, compares: bool = True) -> dict[str, Any]:
-    """What becomes of a twin with another value in one field; without `compares` the gate's verdict alone."""
+    """Returns the judgment of a tiny model with a changed field; with `compares=False` only the gate's."""
     tiny = tiny_config(CONFIG_MAPPING[model_type]())
     before = getattr(tiny, field)
     result: dict[str, Any] = {"from": before, "judgment": "cannot be built", "said": "no other value is known"}
-    for value in flipped(before):
+    for value in generate_alternatives(before):
         config = copy.deepcopy(tiny)
         try:
             setattr(config, field, value)
@@ -93,7 +93,7 @@ def _judge(
         return {"judgment": "new", "said": "; ".join(new or ["nothing is recorded"])[:200]}
     if not compares:
         return {"judgment": "let through", "said": ""}
-    # A draw may lie at a kink of the model, where round-off decides; a defect shows in every draw.
+    # Random weights may lie at a kink of the model, where round-off decides; a defect shows with every seed.
     results = (_compare(tiny, field, value, seed) for seed in _SEEDS)
     result = next(results)
     return result if result["judgment"] != "DIFFERS" else next((r for r in results if r["judgment"] == "equal"), result)

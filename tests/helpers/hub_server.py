@@ -1,12 +1,12 @@
-"""A Hub on loopback: a real HTTP server that speaks what `huggingface_hub` asks of the Hub to upload and download.
+"""Loopback Hub: an HTTP server with the endpoints that `huggingface_hub` uses for uploads and downloads.
 
-Spoken: whoami, repositories, branches, pull requests, trees, preupload, git-LFS batch with basic and multipart uploads
-and verification, commits, `resolve` with ETag and ranges, the Hub's error codes. Not spoken: Xet, which the client has
-to have disabled, discussions, gated repositories. A commit is all or nothing, and an LFS file has to be uploaded to the
-repository before it is committed. Cards are checked to start with YAML whose known fields have the Hub's types; the Hub
-knows more fields and checks their values too.
+Supported: whoami, repositories, branches, pull requests, trees, preupload, git-LFS batch with basic and multipart
+uploads and verification, commits, `resolve` with ETag and ranges, the Hub's error codes. Not supported: Xet, which must
+be disabled in the client, discussions, gated repositories. Commits are atomic, and an LFS file must be uploaded to the
+repository before it is committed. Cards must start with YAML, and the types of a few fields are checked; the real Hub
+checks more fields, and their values.
 
-Everything is in memory. Requests are logged, and faults can be put in the way of them.
+All state is in memory. Requests are logged, and faults can be injected.
 """
 
 import base64
@@ -24,14 +24,14 @@ from urllib.parse import parse_qs, unquote, urlsplit
 import yaml
 
 LFS_SUFFIXES = (".safetensors", ".bin", ".pt", ".png")
-# As the Hub: what is larger than this, or of these kinds, is an LFS file.
+# As on the Hub, files that are larger than this or have one of the suffixes above are LFS files.
 LARGEST_REGULAR = 10 << 20
 CARD_FIELDS = {"library_name": str, "pipeline_tag": str, "tags": list, "datasets": (list, str), "model_name": str}
 
 
 @dataclass(frozen=True)
 class File:
-    """A file of a commit: its bytes are in the git store, or in the LFS store under their sha256."""
+    """File of a commit; its bytes are in the git store, or in the LFS store under their sha256."""
 
     oid: str
     size: int
@@ -45,18 +45,18 @@ class Repo:
     commits: dict = field(default_factory=dict)
     refs: dict = field(default_factory=dict)
     messages: dict = field(default_factory=dict)
-    # sha256 -> content of the LFS files that were uploaded to it.
+    # sha256 -> content of the uploaded LFS files.
     objects: dict = field(default_factory=dict)
 
 
 class HubServer:
-    """The state of the Hub, and a thread that serves it; a context manager.
+    """Context manager with the state of the Hub and the thread that serves it.
 
     Attributes:
         log: `(method, path)` of every request.
-        puts: sha256 of every LFS object that was stored, in order; once more for every time it was.
+        puts: sha256 of every stored LFS object, in order, repeated when an object is stored again.
         part_size: LFS objects larger than this are uploaded in parts.
-        sent: bytes of file contents that were sent, by name of the file.
+        sent: Bytes of file content sent, by file name.
     """
 
     def __init__(self, part_size=1 << 30):
@@ -80,11 +80,11 @@ class HubServer:
 
     @contextmanager
     def fault(self, method, pattern, action, *, first=1, count=10**9):
-        """Puts `action` in the way of requests number `first` to `first + count - 1` whose path matches.
+        """Injects a fault into the matching requests `first` to `first + count - 1`, counted from 1.
 
         Args:
-            action: a status code to answer, `"drop"` to close the connection after half of the content, or `"flip"` to
-                send the content with its last byte changed.
+            action: A status code to respond with, `"drop"` to close the connection after half of the content, or
+                `"flip"` to send the content with its last byte changed.
         """
         entry = {"method": method, "pattern": re.compile(pattern), "action": action, "seen": 0, "first": first}
         entry["last"] = first + count - 1
@@ -106,7 +106,7 @@ class HubServer:
         return None
 
     def files(self, repo_id, revision="main"):
-        """Name -> content, of a commit, branch or pull request."""
+        """Returns the file contents by name, at a commit, branch or pull request."""
         with self.lock:
             repo = self.repos[repo_id]
             entries = repo.commits[repo.refs.get(revision, revision)]
@@ -125,8 +125,8 @@ class HubServer:
         return commit
 
 
-class Answer(Exception):
-    """Ends a request with a status."""
+class Response(Exception):
+    """Ends a request with this status and body."""
 
     def __init__(self, status, body=None, headers=None, code=None, message=None):
         self.status, self.body, self.headers = status, {"error": message} if message else body, dict(headers or {})
@@ -176,15 +176,15 @@ def _handler(hub):
             self.fault = hub.fault_of(self.command, split.path)
             try:
                 if isinstance(self.fault, int):
-                    raise Answer(self.fault, message="a fault of the test")
+                    raise Response(self.fault, message="a fault of the test")
                 for method, pattern, name in compiled:
                     if method == self.command and (match := pattern.fullmatch(split.path)):
                         values = {key: value and unquote(value) for key, value in match.groupdict().items()}
                         getattr(self, name)(**values)
                         return
-                raise Answer(404, message=f"no such page: {self.command} {split.path}")
-            except Answer as answer:
-                self.reply(answer.status, json.dumps(answer.body).encode(), answer.headers)
+                raise Response(404, message=f"no such page: {self.command} {split.path}")
+            except Response as response:
+                self.reply(response.status, json.dumps(response.body).encode(), response.headers)
 
         do_GET = do_POST = do_PUT = do_HEAD = handle_one
 
@@ -193,7 +193,7 @@ def _handler(hub):
 
 
 class _Requests(BaseHTTPRequestHandler):
-    """What each page does."""
+    """Implementation of each endpoint."""
 
     def reply(self, status, content=b"", headers=None):
         headers = dict(headers or {})
@@ -214,42 +214,42 @@ class _Requests(BaseHTTPRequestHandler):
         self.wfile.write(content)
 
     def ok(self, value):
-        raise Answer(200, value)
+        raise Response(200, value)
 
     def json(self):
         try:
             return json.loads(self.body)
         except ValueError:
-            raise Answer(400, message="not JSON") from None
+            raise Response(400, message="not JSON") from None
 
-    def writer(self):
+    def require_token(self):
         if self.headers.get("Authorization") != f"Bearer {self.hub.token}":
-            raise Answer(401, message="Invalid credentials in Authorization header")
+            raise Response(401, message="Invalid credentials in Authorization header")
 
     def found(self, repo, revision=None):
         entry = self.hub.repos.get(repo)
         allowed = self.headers.get("Authorization") == f"Bearer {self.hub.token}"
         if entry is None or (entry.private and not allowed):
-            raise Answer(404 if allowed else 401, code="RepoNotFound", message="Repository not found")
+            raise Response(404 if allowed else 401, code="RepoNotFound", message="Repository not found")
         if revision is None:
             return entry, None
         commit = entry.refs.get(revision, revision)
         if commit not in entry.commits:
-            raise Answer(404, code="RevisionNotFound", message=f"Invalid rev id: {revision}")
+            raise Response(404, code="RevisionNotFound", message=f"Invalid rev id: {revision}")
         return entry, commit
 
     def whoami(self):
-        self.writer()
+        self.require_token()
         self.ok({"type": "user", "name": self.hub.user, "orgs": [], "auth": {"type": "access_token"}})
 
     def create(self):
-        self.writer()
-        wanted = self.json()
-        repo = f"{wanted.get('organization') or self.hub.user}/{wanted['name']}"
+        self.require_token()
+        request = self.json()
+        repo = f"{request.get('organization') or self.hub.user}/{request['name']}"
         with self.hub.lock:
             if repo in self.hub.repos:
-                raise Answer(409, {"url": f"{self.hub.url}/{repo}", "error": "You already created this model repo"})
-            private = wanted.get("visibility") == "private" or bool(wanted.get("private"))
+                raise Response(409, {"url": f"{self.hub.url}/{repo}", "error": "You already created this model repo"})
+            private = request.get("visibility") == "private" or bool(request.get("private"))
             entry = self.hub.repos[repo] = Repo(private)
             self.hub.new_commit(entry, "main", {}, "initial commit")
         self.ok({"url": f"{self.hub.url}/{repo}", "name": repo, "id": repo})
@@ -268,7 +268,7 @@ class _Requests(BaseHTTPRequestHandler):
             for name, kind in CARD_FIELDS.items():
                 if name in fields and not isinstance(fields[name], kind):
                     errors.append({"message": f'"{name}" must be a {kind}'})
-        raise Answer(400 if errors else 200, {"errors": errors, "warnings": warnings})
+        raise Response(400 if errors else 200, {"errors": errors, "warnings": warnings})
 
     def list_refs(self, repo):
         entry, _ = self.found(repo)
@@ -277,12 +277,12 @@ class _Requests(BaseHTTPRequestHandler):
         self.ok({"branches": rows, "converts": [], "tags": []})
 
     def branch(self, repo, revision):
-        self.writer()
+        self.require_token()
         start = self.json().get("startingPoint", "main")
         entry, commit = self.found(repo, start)
         with self.hub.lock:
             if revision in entry.refs:
-                raise Answer(409, message=f"Reference already exists: {revision}")
+                raise Response(409, message=f"Reference already exists: {revision}")
             entry.refs[revision] = commit
         self.ok({})
 
@@ -302,7 +302,7 @@ class _Requests(BaseHTTPRequestHandler):
         self.ok(rows)
 
     def preupload(self, repo, revision):
-        self.writer()
+        self.require_token()
         entry, commit = self.found(repo, revision)
         rows = []
         for file in self.json()["files"]:
@@ -313,16 +313,16 @@ class _Requests(BaseHTTPRequestHandler):
         self.ok({"files": rows})
 
     def batch(self, repo):
-        self.writer()
+        self.require_token()
         entry, _ = self.found(repo)
-        wanted, url = self.json(), self.hub.url
+        request, url = self.json(), self.hub.url
         rows = []
-        for item in wanted["objects"]:
+        for item in request["objects"]:
             oid, size = item["oid"], item["size"]
             row = {"oid": oid, "size": size, "authenticated": True}
             if oid not in entry.objects:
                 upload = {"href": f"{url}/store/{repo}/{oid}"}
-                if size > self.hub.part_size and "multipart" in wanted["transfers"]:
+                if size > self.hub.part_size and "multipart" in request["transfers"]:
                     count = -(-size // self.hub.part_size)
                     parts = {str(number): f"{url}/store/{repo}/{oid}/{number}" for number in range(1, count + 1)}
                     upload = {
@@ -333,15 +333,15 @@ class _Requests(BaseHTTPRequestHandler):
             rows.append(row)
         self.ok({"transfer": "basic", "objects": rows})
 
-    def keep(self, repo, oid, content):
+    def store_object(self, repo, oid, content):
         if hashlib.sha256(content).hexdigest() != oid:
-            raise Answer(400, message=f"the content's sha256 is not {oid}")
+            raise Response(400, message=f"the content's sha256 is not {oid}")
         with self.hub.lock:
             self.hub.repos[repo].objects[oid] = content
             self.hub.puts.append(oid)
 
     def store(self, repo, oid):
-        self.keep(repo, oid, self.body)
+        self.store_object(repo, oid, self.body)
         self.ok({})
 
     def store_part(self, repo, oid, part):
@@ -354,19 +354,19 @@ class _Requests(BaseHTTPRequestHandler):
         for row in self.json()["parts"]:
             part = self.hub.parts.get((repo, oid, row["partNumber"]))
             if part is None or row["etag"].strip('"') != hashlib.md5(part).hexdigest():
-                raise Answer(400, message=f"part {row['partNumber']} is missing or another one")
+                raise Response(400, message=f"part {row['partNumber']} is missing or another one")
             content += part
-        self.keep(repo, oid, content)
+        self.store_object(repo, oid, content)
         self.ok({})
 
     def verify(self, repo):
         item = self.json()
         if len(self.hub.repos[repo].objects.get(item["oid"], b"")) != item["size"]:
-            raise Answer(404, message=f"{item['oid']} is not there")
+            raise Response(404, message=f"{item['oid']} is not there")
         self.ok({})
 
     def commit(self, repo, revision):
-        self.writer()
+        self.require_token()
         entry, base = self.found(repo, revision)
         lines = [json.loads(line) for line in self.body.splitlines()]
         header = lines[0]["value"]
@@ -381,28 +381,28 @@ class _Requests(BaseHTTPRequestHandler):
                 elif key == "lfsFile":
                     oid = value["oid"]
                     if oid not in entry.objects:
-                        raise Answer(400, message=f"LFS pointer of {value['path']} to {oid}, which was not uploaded")
+                        raise Response(400, message=f"LFS pointer of {value['path']} to {oid}, which was not uploaded")
                     pointer = f"version https://git-lfs.github.com/spec/v1\noid sha256:{oid}\nsize {value['size']}\n"
                     files[value["path"]] = File(_git_oid(pointer.encode()), value["size"], oid)
                 elif key == "deletedFile":
                     if files.pop(value["path"], None) is None:
-                        raise Answer(404, code="EntryNotFound", message="A file with this name doesn't exist")
+                        raise Response(404, code="EntryNotFound", message="A file with this name doesn't exist")
                 else:
-                    raise Answer(400, message=f"operation {key!r} is not spoken here")
+                    raise Response(400, message=f"operation {key!r} is not spoken here")
             self.hub.blobs.update(blobs)
             number = next(n for n in itertools.count(1) if f"refs/pr/{n}" not in entry.refs)
             ref = f"refs/pr/{number}" if self.query.get("create_pr") == "1" else revision
             commit = self.hub.new_commit(entry, ref, files, header["summary"])
-        answer = {"success": True, "commitOid": commit, "commitUrl": f"{self.hub.url}/{repo}/commit/{commit}"}
+        response = {"success": True, "commitOid": commit, "commitUrl": f"{self.hub.url}/{repo}/commit/{commit}"}
         if ref != revision:
-            answer["pullRequestUrl"] = f"{self.hub.url}/{repo}/discussions/{number}"
-        self.ok(answer)
+            response["pullRequestUrl"] = f"{self.hub.url}/{repo}/discussions/{number}"
+        self.ok(response)
 
     def resolve(self, repo, revision, name):
         entry, commit = self.found(repo, revision)
         file = entry.commits[commit].get(name)
         if file is None:
-            raise Answer(404, headers={"X-Repo-Commit": commit}, code="EntryNotFound", message="Entry not found")
+            raise Response(404, headers={"X-Repo-Commit": commit}, code="EntryNotFound", message="Entry not found")
         content = self.hub.content(entry, file)
         if self.fault == "flip":
             content = content[:-1] + bytes([content[-1] ^ 1])
@@ -412,7 +412,7 @@ class _Requests(BaseHTTPRequestHandler):
         if match := re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range") or ""):
             start, stop = int(match[1]), int(match[2] or len(content) - 1) + 1
             if start >= len(content):
-                raise Answer(416, message="range outside of the file")
+                raise Response(416, message="range outside of the file")
             headers["Content-Range"] = f"bytes {start}-{min(stop, len(content)) - 1}/{len(content)}"
             status, content = 206, content[start:stop]
         if self.command == "GET":

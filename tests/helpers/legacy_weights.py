@@ -1,4 +1,4 @@
-"""Small weights under Megatron-Core's names, written to and read from the legacy layout."""
+"""Small weights with Megatron-Core names, written to and read from the legacy checkpoint format."""
 
 import itertools
 from pathlib import Path
@@ -30,11 +30,11 @@ def model(layers: int = 4, tied: bool = False, **further) -> MegatronModel:
 
 
 def weights(layers: int = 4, tied: bool = False, experts: int = 4, latent: bool = False) -> dict[Key, torch.Tensor]:
-    """Every second layer has experts; the dtypes differ."""
+    """Returns random weights of mixed dtypes, with experts in every second layer."""
     h, f, vocabulary = 16, 8, 24
     shapes: dict[str, tuple[int, ...]] = {"embedding.word_embeddings.weight": (vocabulary, h)}
-    for number in range(layers):
-        layer = f"decoder.layers.{number}"
+    for layer_idx in range(layers):
+        layer = f"decoder.layers.{layer_idx}"
         attention, mlp = f"{layer}.self_attention", f"{layer}.mlp"
         if latent:
             shapes |= {
@@ -56,7 +56,7 @@ def weights(layers: int = 4, tied: bool = False, experts: int = 4, latent: bool 
             }
         shapes[f"{attention}.linear_proj.weight"] = (h, 16)
         shapes[f"{attention}.linear_proj.bias"] = (h,)
-        if experts and number % 2:
+        if experts and layer_idx % 2:
             shapes |= {
                 f"{layer}.pre_mlp_layernorm.weight": (h,),
                 f"{mlp}.router.weight": (experts, h),
@@ -97,9 +97,9 @@ def write(
 
 def read(source: Path, of: MegatronModel) -> dict[Key, torch.Tensor]:
     with MegatronLegacyReader(source, of) as reader:
-        found = {key: reader.read(key) for key in reader.entries}
-        assert {key: TensorMeta.of(tensor) for key, tensor in found.items()} == dict(reader.entries)
-        return found
+        tensors = {key: reader.read(key) for key in reader.entries}
+        assert {key: TensorMeta.of(tensor) for key, tensor in tensors.items()} == dict(reader.entries)
+        return tensors
 
 
 def check_equal(found, expected) -> None:
@@ -108,14 +108,14 @@ def check_equal(found, expected) -> None:
 
 
 def change(path: Path, edit) -> None:
-    """Has a rank's file loaded by torch, edited and saved again."""
+    """Loads a rank's file with torch, applies `edit` to its content and saves it again."""
     content = torch.load(path, weights_only=False)
     edit(content)
     torch.save(content, path)
 
 
 def set_value(path, value):
-    """An edit for `change`: sets an entry of nested tables."""
+    """Returns an edit that sets the entry at `path` in nested dicts."""
     *parts, last = path
 
     def edit(content):

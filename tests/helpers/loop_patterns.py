@@ -1,8 +1,8 @@
-"""What each habit of a training loop gives on each layout: `python -m tests.helpers.loop_patterns [layout ...]`
-records it anew.
+"""Results of each training-loop pattern on each layout: `python -m tests.helpers.loop_patterns [layout ...]` records
+them.
 
-Each is run and compared with one process; `tests/data/loop_patterns.json` keeps the verdicts, docs/surface.md shows
-them, and `tests/integration/fuzz/test_patterns.py` runs them again.
+Each pattern is run and compared with the single-process run. `tests/data/loop_patterns.json` has the judgments,
+docs/surface.md shows them, and `tests/integration/fuzz/test_patterns.py` reproduces them.
 """
 
 import json
@@ -14,47 +14,47 @@ from pathlib import Path
 DATA = Path(__file__).parents[1] / "data" / "loop_patterns.json"
 LAYOUTS = ("tp2", "tp2+sp", "dp2+zero0", "dp2", "dp2+zero2", "dp2+zero3", "pp2", "tp2+pp2", "cp2")
 HEADINGS = {"dp2+zero0": "dp2, stage 0", "dp2": "stage 1", "dp2+zero2": "stage 2", "dp2+zero3": "stage 3"}
-# Verdicts that a cell may have; all others are defects.
+# Judgments that a cell may have; all others are defects.
 ALLOWED = ("equal", "refused", "raises alike")
 
 
 def run(layout: str, names: list[str] | None = None, timeout: float = 60.0) -> dict[str, dict]:
-    """Runs habits on a layout: their verdicts and what these rest on."""
+    """Runs patterns on a layout; returns their judgments with the evidence."""
     from tests.fuzz.cases import simple_case
     from tests.fuzz.patterns import LOOP_PATTERNS
     from tests.fuzz.runner import run_cases
 
-    wanted = list(LOOP_PATTERNS) if names is None else names
-    models = {name: "mixtral" if "experts" in LOOP_PATTERNS[name].needs else "llama" for name in wanted}
+    selected = list(LOOP_PATTERNS) if names is None else names
+    models = {name: "mixtral" if "experts" in LOOP_PATTERNS[name].needs else "llama" for name in selected}
     cases = [simple_case(layout, name, model) for name, model in models.items()]
     return {case["loop_patterns"][0]: result for case, result in run_cases(cases, timeout)}
 
 
 def recorded() -> dict[str, dict[str, list[str]]]:
-    """LoopPattern -> layout -> verdict, and the message of a refusal."""
+    """Returns the recorded [judgment, error message if unsupported], by pattern and layout."""
     return json.loads(DATA.read_text(encoding="utf-8")) if DATA.exists() else {}
 
 
-def record(layouts: tuple[str, ...] = LAYOUTS) -> None:
+def record_results(layouts: tuple[str, ...] = LAYOUTS) -> None:
     from tests.fuzz.patterns import LOOP_PATTERNS
 
     for layout in layouts:
-        known = recorded()
+        results = recorded()
         for name, result in run(layout).items():
             reason = re.sub(r"\s+", " ", result["worst"])[:160] if result["judgment"] == "refused" else ""
-            known.setdefault(name, {})[layout] = [result["judgment"], reason]
+            results.setdefault(name, {})[layout] = [result["judgment"], reason]
             if result["judgment"] not in ALLOWED:
                 print(f"{layout:10} {name:26} {result['judgment']:15} {result['worst'][:150]}", flush=True)
-        kept = {
-            name: {place: known[name][place] for place in LAYOUTS if place in known.get(name, {})}
+        ordered = {
+            name: {place: results[name][place] for place in LAYOUTS if place in results.get(name, {})}
             for name in LOOP_PATTERNS
         }
-        lines = ",\n".join(f"  {json.dumps(name)}: {json.dumps(row)}" for name, row in kept.items())
+        lines = ",\n".join(f"  {json.dumps(name)}: {json.dumps(row)}" for name, row in ordered.items())
         DATA.write_text("{\n" + lines + "\n}\n", encoding="utf-8")
 
 
 def table() -> str:
-    """The habits and their verdicts in Markdown, then why some are refused."""
+    """Renders the patterns and their judgments as Markdown, then the reasons of unsupported ones."""
     from tests.fuzz.patterns import LOOP_PATTERNS
 
     rows = recorded()
@@ -85,4 +85,4 @@ if __name__ == "__main__":
     warnings.simplefilter("ignore")
     transformers.utils.logging.disable_progress_bar()
     transformers.utils.logging.set_verbosity_error()
-    record(tuple(sys.argv[1:]) or LAYOUTS)
+    record_results(tuple(sys.argv[1:]) or LAYOUTS)

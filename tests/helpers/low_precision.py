@@ -1,4 +1,4 @@
-"""Errors of low precision runs."""
+"""Error measure of low-precision runs."""
 
 import torch
 
@@ -6,7 +6,7 @@ from hf_megatron.testing.measure import Measurement
 
 
 def reference_error(a: Measurement, b: Measurement) -> float:
-    """Root mean square gradient error relative to `b`, for comparing low precision runs with an fp32 one."""
+    """Returns the root mean square gradient error of `a` relative to `b`, usually a low-precision and an fp32 run."""
     squared, total = torch.zeros((), dtype=torch.float64), torch.zeros((), dtype=torch.float64)
     for name, gradient in b.gradients.items():
         other = a.gradients.get(name)

@@ -1,6 +1,6 @@
-"""Checkpoints as Megatron-LM wrote them before Megatron-Core, made of tiny models of transformers with plain torch.
+"""Checkpoints in Megatron-LM's formats before Megatron-Core, written with plain torch from tiny transformers models.
 
-No released file can be had in tests, so each layout is written down from Megatron-LM's history and not from the reader:
+Released files are not available in tests, so each format follows the history of Megatron-LM and not the reader:
 
     2019   one flat table: `megatron/model/gpt2_modeling.py`, commit b886b7bb
     2020   `language_model` -> `embedding`, `transformer`; layers have `attention`: `gpt2_model.py`, commit 197c132e
@@ -8,10 +8,9 @@ No released file can be had in tests, so each layout is written down from Megatr
            `language_model.py`, commit 01e9ce60
     2023   `layernorm` became `norm`: `megatron/legacy/model`, commit 00caa53a
 
-The rows of query, key and value are those that the forward of `megatron/model/transformer.py` splits, by the version
-that a file says (`megatron/checkpointing.py`, commit 0229a695, `_transpose_first_dim`). With np heads on a
-tensor-parallel rank, hn channels each, they are [3, np, hn] in version 0, [np, hn, 3] in 1.0 and [np, 3, hn] from 2.0
-on.
+The row order of the packed query, key and value depends on the checkpoint version (`megatron/checkpointing.py`, commit
+0229a695, `_transpose_first_dim`) and matches the split in the forward of `megatron/model/transformer.py`. With np heads
+of hn channels on a tensor-parallel rank, it is [3, np, hn] in version 0, [np, hn, 3] in 1.0 and [np, 3, hn] from 2.0.
 """
 
 from argparse import Namespace
@@ -25,13 +24,13 @@ import torch
 from torch import Tensor
 
 FILE = "model_optim_rng.pt"
-# A weight, and its bias where it has one.
+# Weight, and bias if there is one.
 Module = tuple[Tensor, Tensor | None]
 
 
 @dataclass(frozen=True)
 class Era:
-    """What modules were called; `nested` tables came with `language_model`."""
+    """Module names of a format; `nested` dicts were introduced with `language_model`."""
 
     block: str
     attention: str
@@ -49,7 +48,7 @@ ERAS = {
 
 @dataclass
 class Layer:
-    """A layer's modules; weights are `[out, in]`, query has `[heads * channels, hidden]`."""
+    """Modules of a layer; weights are `[out, in]`, query is `[heads * channels, hidden]`."""
 
     input_norm: Module
     query: Module
@@ -62,8 +61,8 @@ class Layer:
 
 
 @dataclass
-class Parts:
-    """A whole model; `up` of a layer is one linear, or gate and up of a gated activation."""
+class ModelWeights:
+    """Weights of a full model; `up` of a layer is one linear, or the gate and up of a gated activation."""
 
     heads: int
     groups: int
@@ -81,38 +80,38 @@ def _module(module: Any) -> Module:
     return module.weight.detach(), getattr(module, "bias", None) if module.bias is None else module.bias.detach()
 
 
-def gpt2_parts(model: Any) -> Parts:
-    """Takes a GPT2LMHeadModel apart, whose Conv1D weights are `[in, out]`."""
+def gpt2_parts(model: Any) -> ModelWeights:
+    """Extracts the weights of a GPT2LMHeadModel, whose Conv1D weights are `[in, out]`."""
 
-    def turned(module: Any) -> Module:
+    def transpose(module: Any) -> Module:
         return module.weight.detach().T, module.bias.detach()
 
     layers = []
     for block in model.transformer.h:
-        weight, bias = turned(block.attn.c_attn)
+        weight, bias = transpose(block.attn.c_attn)
         packed = list(zip(weight.chunk(3), bias.chunk(3), strict=True))
-        up, down = [turned(block.mlp.c_fc)], turned(block.mlp.c_proj)
-        layers.append(Layer(_module(block.ln_1), *packed, turned(block.attn.c_proj), _module(block.ln_2), up, down))
+        up, down = [transpose(block.mlp.c_fc)], transpose(block.mlp.c_proj)
+        layers.append(Layer(_module(block.ln_1), *packed, transpose(block.attn.c_proj), _module(block.ln_2), up, down))
     words, places = model.transformer.wte.weight.detach(), model.transformer.wpe.weight.detach()
     heads = model.config.n_head
-    return Parts(heads, heads, {"word": words, "position": places}, layers, _module(model.transformer.ln_f))
+    return ModelWeights(heads, heads, {"word": words, "position": places}, layers, _module(model.transformer.ln_f))
 
 
-def bert_parts(model: Any) -> Parts:
-    """Takes a MegatronBertForPreTraining apart."""
+def bert_parts(model: Any) -> ModelWeights:
+    """Extracts the weights of a MegatronBertForPreTraining."""
     layers = []
     for block in model.bert.encoder.layer:
-        own, out = block.attention.self, block.attention.output
-        packed = [_module(linear) for linear in (own.query, own.key, own.value)]
+        attention, out = block.attention.self, block.attention.output
+        packed = [_module(linear) for linear in (attention.query, attention.key, attention.value)]
         up, down = [_module(block.intermediate.dense)], _module(block.output.dense)
         layers.append(Layer(_module(block.attention.ln), *packed, _module(out.dense), _module(block.ln), up, down))
-    table, head = model.bert.embeddings, model.cls.predictions
+    tables, head = model.bert.embeddings, model.cls.predictions
     embeddings = {
-        "word": table.word_embeddings.weight.detach(),
-        "position": table.position_embeddings.weight.detach(),
-        "tokentype": table.token_type_embeddings.weight.detach(),
+        "word": tables.word_embeddings.weight.detach(),
+        "position": tables.position_embeddings.weight.detach(),
+        "tokentype": tables.token_type_embeddings.weight.detach(),
     }
-    return Parts(
+    return ModelWeights(
         model.config.num_attention_heads,
         model.config.num_attention_heads,
         embeddings,
@@ -125,55 +124,57 @@ def bert_parts(model: Any) -> Parts:
     )
 
 
-def llama_parts(model: Any) -> Parts:
-    """Takes a LlamaForCausalLM apart; its norms and linears have no biases."""
+def llama_parts(model: Any) -> ModelWeights:
+    """Extracts the weights of a LlamaForCausalLM, whose norms and linears have no biases."""
 
     def weight(module: Any) -> Module:
         return module.weight.detach(), None
 
     layers = []
     for block in model.model.layers:
-        own, mlp = block.self_attn, block.mlp
-        packed = [weight(linear) for linear in (own.q_proj, own.k_proj, own.v_proj)]
+        attention, mlp = block.self_attn, block.mlp
+        packed = [weight(linear) for linear in (attention.q_proj, attention.k_proj, attention.v_proj)]
         up, down = [weight(mlp.gate_proj), weight(mlp.up_proj)], weight(mlp.down_proj)
         norms = weight(block.input_layernorm), weight(block.post_attention_layernorm)
-        layers.append(Layer(norms[0], *packed, weight(own.o_proj), norms[1], up, down))
+        layers.append(Layer(norms[0], *packed, weight(attention.o_proj), norms[1], up, down))
     words, config = {"word": model.model.embed_tokens.weight.detach()}, model.config
     heads, groups = config.num_attention_heads, config.num_key_value_heads
-    return Parts(heads, groups, words, layers, weight(model.model.norm), output=model.lm_head.weight.detach())
+    return ModelWeights(heads, groups, words, layers, weight(model.model.norm), output=model.lm_head.weight.detach())
 
 
-def packed_rows(query: Tensor, key: Tensor, value: Tensor, heads: int, groups: int, version: float) -> Tensor:
-    """Packs the rows `[heads * channels, ...]` of one tensor-parallel rank."""
+def pack_qkv(query: Tensor, key: Tensor, value: Tensor, heads: int, groups: int, version: float) -> Tensor:
+    """Packs the local query, key and value `[heads * channels, ...]` of a tensor-parallel rank."""
     if version == 0:
         return torch.cat([query, key, value])
     if version == 1:
-        # Row after row: one of query, one of key, one of value.
+        # Interleaves single rows: one row each of query, key and value.
         return torch.stack([row for rows in zip(query, key, value, strict=True) for row in rows])
-    pieces = []
+    packed = []
     for queries, one_key, one_value in zip(query.chunk(groups), key.chunk(groups), value.chunk(groups), strict=True):
-        pieces += [queries, one_key, one_value]
-    return torch.cat(pieces)
+        packed += [queries, one_key, one_value]
+    return torch.cat(packed)
 
 
 class Writer:
-    """The tables of one tensor- and pipeline-parallel rank.
+    """Content of the file of one tensor- and pipeline-parallel rank.
 
     Args:
-        rows: of the padded vocabulary; those behind the model's own hold numbers, as training leaves them.
+        rows: Padded vocabulary size; the padding is nonzero, as after training.
     """
 
-    def __init__(self, parts: Parts, era: Era, version: float, tp: tuple[int, int], pp: tuple[int, int], rows: int):
+    def __init__(
+        self, parts: ModelWeights, era: Era, version: float, tp: tuple[int, int], pp: tuple[int, int], rows: int
+    ):
         self.parts, self.era, self.version, self.rows = parts, era, version, rows
         (self.rank, self.size), (self.stage, self.stages) = tp, pp
 
-    def _columns(self, weight: Tensor) -> Tensor:
-        """What a ColumnParallelLinear has on this rank: rows of weight or bias (`megatron/mpu/layers.py`)."""
+    def _shard(self, weight: Tensor) -> Tensor:
+        """Returns the local shard of a ColumnParallelLinear's weight or bias (`megatron/mpu/layers.py`)."""
         return weight.chunk(self.size)[self.rank]
 
-    def _vocabulary(self, tensor: Tensor) -> Tensor:
+    def _shard_vocabulary(self, tensor: Tensor) -> Tensor:
         padding = torch.full((self.rows - len(tensor), *tensor.shape[1:]), 7.0, dtype=tensor.dtype)
-        return self._columns(torch.cat([tensor, padding])).clone()
+        return self._shard(torch.cat([tensor, padding])).clone()
 
     @staticmethod
     def _put(table: dict[str, Any], name: str, module: Module, cut: Callable[[Tensor], Tensor] = torch.clone) -> None:
@@ -181,40 +182,40 @@ class Writer:
             if tensor is not None:
                 table[f"{name}.{kind}"] = cut(tensor).contiguous().clone()
 
-    def _row_parallel(self, table: dict[str, Any], name: str, module: Module) -> None:
-        """A RowParallelLinear has columns of the weight, and the whole bias."""
+    def _put_row_parallel(self, table: dict[str, Any], name: str, module: Module) -> None:
+        """Stores a RowParallelLinear: the weight is sharded along dim 1, the bias is replicated."""
         self._put(table, name, (module[0].chunk(self.size, 1)[self.rank], module[1]))
 
-    def _layer(self, table: dict[str, Any], number: int, layer: Layer) -> None:
+    def _put_layer(self, table: dict[str, Any], number: int, layer: Layer) -> None:
         norm, name = self.era.norm, f"layers.{number}"
         attention = f"{name}.{self.era.attention}"
         heads, groups = self.parts.heads // self.size, self.parts.groups // self.size
         self._put(table, f"{name}.input_{norm}", layer.input_norm)
         for index, kind in enumerate(("weight", "bias")):
-            own = [module[index] for module in (layer.query, layer.key, layer.value)]
-            if own[0] is not None:
-                packed = packed_rows(*map(self._columns, own), heads, groups, self.version)
+            qkv = [module[index] for module in (layer.query, layer.key, layer.value)]
+            if qkv[0] is not None:
+                packed = pack_qkv(*map(self._shard, qkv), heads, groups, self.version)
                 table[f"{attention}.query_key_value.{kind}"] = packed
-        self._row_parallel(table, f"{attention}.dense", layer.dense)
+        self._put_row_parallel(table, f"{attention}.dense", layer.dense)
         self._put(table, f"{name}.post_attention_{norm}", layer.post_attention_norm)
         for index, kind in enumerate(("weight", "bias")):
             if layer.up[0][index] is not None:
-                table[f"{name}.mlp.dense_h_to_4h.{kind}"] = torch.cat([self._columns(up[index]) for up in layer.up])
-        self._row_parallel(table, f"{name}.mlp.dense_4h_to_h", layer.down)
+                table[f"{name}.mlp.dense_h_to_4h.{kind}"] = torch.cat([self._shard(up[index]) for up in layer.up])
+        self._put_row_parallel(table, f"{name}.mlp.dense_4h_to_h", layer.down)
 
     def model(self) -> dict[str, Any]:
-        """Returns what is under `model` in the file."""
+        """Returns the content of the `model` entry of the file."""
         parts, era = self.parts, self.era
         first, last = self.stage == 0, self.stage == self.stages - 1
         block: dict[str, Any] = OrderedDict()
-        own = len(parts.layers) // self.stages
-        # Each stage counts its layers from 0.
-        for number, layer in enumerate(parts.layers[self.stage * own : (self.stage + 1) * own]):
-            self._layer(block, number, layer)
+        stage_layers = len(parts.layers) // self.stages
+        # Layer indices are local to a stage.
+        for number, layer in enumerate(parts.layers[self.stage * stage_layers : (self.stage + 1) * stage_layers]):
+            self._put_layer(block, number, layer)
         if last:
             self._put(block, f"final_{era.norm}", parts.final_norm)
         tables = {
-            f"{kind}_embeddings": OrderedDict(weight=self._vocabulary(table) if kind == "word" else table.clone())
+            f"{kind}_embeddings": OrderedDict(weight=self._shard_vocabulary(table) if kind == "word" else table.clone())
             for kind, table in parts.embeddings.items()
         }
         if not era.nested:
@@ -224,20 +225,20 @@ class Writer:
         language_model[era.block] = block
         model: dict[str, Any] = {"language_model": language_model}
         if last:
-            self._heads(model)
+            self._put_heads(model)
         if last and not first and parts.output is None:
             model["word_embeddings_for_head"] = OrderedDict(tables["word_embeddings"])
         return model
 
-    def _heads(self, model: dict[str, Any]) -> None:
+    def _put_heads(self, model: dict[str, Any]) -> None:
         parts, language_model = self.parts, model["language_model"]
         if parts.output is not None:
-            language_model["output_layer"] = OrderedDict(weight=self._vocabulary(parts.output))
+            language_model["output_layer"] = OrderedDict(weight=self._shard_vocabulary(parts.output))
         if parts.pooler is not None:
             language_model["pooler"] = OrderedDict()
             self._put(language_model["pooler"], "dense", parts.pooler)
         if parts.lm_bias is not None:
-            model["lm_head"] = OrderedDict(bias=self._vocabulary(parts.lm_bias))
+            model["lm_head"] = OrderedDict(bias=self._shard_vocabulary(parts.lm_bias))
             self._put(model["lm_head"], "dense", parts.lm_head["dense"])
             self._put(model["lm_head"], self.era.norm, parts.lm_head["norm"])
         if parts.binary_head is not None:
@@ -247,7 +248,7 @@ class Writer:
 
 def write_checkpoint(
     folder: Path,
-    parts: Parts,
+    parts: ModelWeights,
     era: str,
     version: float,
     *,
@@ -258,23 +259,24 @@ def write_checkpoint(
     args: Mapping[str, Any] | None = None,
     archive: bool = False,
 ) -> Path:
-    """Writes a release of every rank.
+    """Writes the files of all ranks as a release.
 
     Args:
-        version: of the order of rows.
-        stated: the version that the files say they have, the same by default; 0 is not written, as it never was.
-        args: Megatron-LM's own; the first releases have none.
-        archive: the zip format of torch 1.6, not the one before.
+        version: Checkpoint version that sets the row order of query, key and value.
+        stated: Checkpoint version in the files, equal to `version` by default; version 0 was never written.
+        rows: Padded vocabulary size.
+        args: Megatron-LM's arguments; the first releases have none.
+        archive: Whether to use the zip format of torch 1.6 instead of the older one.
     """
     (folder / "release").mkdir(parents=True)
     (folder / "latest_checkpointed_iteration.txt").write_text("release")
-    said = version if stated is None else stated
+    checkpoint_version = version if stated is None else stated
     for rank in range(tp):
         for stage in range(pp):
             model = Writer(parts, ERAS[era], version, (rank, tp), (stage, pp), rows).model()
             content: dict[str, Any] = {"iteration": 0, "model": model}
-            if said:
-                content["checkpoint_version"] = said
+            if checkpoint_version:
+                content["checkpoint_version"] = checkpoint_version
             if args is not None:
                 content["args"] = Namespace(**args)
             path = folder / "release" / (f"mp_rank_{rank:02d}" + (f"_{stage:03d}" if pp > 1 else "")) / FILE

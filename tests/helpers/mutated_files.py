@@ -1,10 +1,10 @@
-"""Damaged checkpoints of every format, converted: `python -m tests.helpers.mutated_files --cases 10000 --resume LOG`.
+"""Conversion of damaged checkpoints: `python -m tests.helpers.mutated_files --cases 10000 --resume LOG`.
 
-A case is a checkpoint with one file changed, by bytes or by what the file's format means by them, drawn from a seed
-and its number alone. It ends well if the conversion is refused in one line, writes the weights that were there before,
-or writes those that another library reads from the damaged files. It is a finding if it raises anything else, takes
-longer than a time or more memory than an allowance, or writes other weights: also those of another order of heads, and
-any where a checksum covers what was changed.
+A case is a checkpoint with one file changed, either its raw bytes or its content in the file's format. It depends only
+on the seed and the case number. A case passes if the conversion raises a one-line error, writes the original weights,
+or writes the weights that another library reads from the damaged files. It is a finding if the conversion raises
+anything else, exceeds the time or memory limit, or writes other weights. Reordered heads count as other weights, and
+so does any change if a checksum covers the damaged file.
 """
 
 import argparse
@@ -40,11 +40,13 @@ FINDINGS = ("unclear", "raised", "wrong", "hang", "died", "untrue")
 
 @dataclass(frozen=True)
 class Case:
-    """A damaged copy of a checkpoint, and how it is converted.
+    """Damaged copy of a checkpoint, with the options of its conversion.
 
     Attributes:
-        what: was changed.
-        covered: by a checksum that is compared.
+        name: Name of the source checkpoint.
+        what: Damaged file and the kind of change.
+        covered: Whether a verified checksum covers the damaged file.
+        to: Target format.
     """
 
     name: str
@@ -56,12 +58,12 @@ class Case:
 
 
 def drawn(seed: int, number: int, sources: Mapping[str, Made], place: Path) -> Case:
-    """Copies a checkpoint to `place` and damages it."""
+    """Copies a randomly chosen checkpoint to `place` and damages it."""
     draw = random.Random(f"{seed}/{number}")
     name = draw.choice(sorted(sources))
-    made = sources[name]
-    shutil.copytree(made.folder, place)
-    to = draw.choice(sorted(made.expected))
+    checkpoint = sources[name]
+    shutil.copytree(checkpoint.folder, place)
+    to = draw.choice(sorted(checkpoint.expected))
     checksums, verify = draw.random() < 0.3, draw.random() < 0.1
     record, recorded = place / RECORD, {}
     if record.exists():
@@ -74,11 +76,13 @@ def drawn(seed: int, number: int, sources: Mapping[str, Made], place: Path) -> C
     path = str(file.relative_to(place))
     label = f"{name}/{path}"
     if draw.random() < 0.1:
-        how = change_tree(draw, place, file, files)
-        return Case(name, f"{label}: {how}", False, to, checksums, verify)
+        kind = change_tree(draw, place, file, files)
+        return Case(name, f"{label}: {kind}", False, to, checksums, verify)
     content = file.read_bytes()
-    meant = of_meaning(file, content)
-    change = draw.choice(meant if meant and draw.random() < 0.7 else [flip_bits, cut, put_in, move])
+    format_mutations = of_meaning(file, content)
+    change = draw.choice(
+        format_mutations if format_mutations and draw.random() < 0.7 else [flip_bits, cut, put_in, move]
+    )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         changed = change(content, draw)
@@ -88,7 +92,7 @@ def drawn(seed: int, number: int, sources: Mapping[str, Made], place: Path) -> C
 
 
 def outcome(case: Case, made: Made, source: Path, target: Path) -> tuple[str, str]:
-    """Converts in this process; returns a verdict and its reason."""
+    """Converts in this process; returns a judgment and its reason."""
     try:
         convert(source, target, case.to, checksums=case.checksums, verify=case.verify)
     except MegatronError as error:
@@ -97,16 +101,16 @@ def outcome(case: Case, made: Made, source: Path, target: Path) -> tuple[str, st
         return ("unclear", repr(text[:300])) if bad else ("refused", text[:200])
     except BaseException as error:  # noqa: BLE001 - what a user would see as a traceback
         return "raised", f"{type(error).__name__}: {error}"[:300] + traceback.format_exc()[-900:]
-    found = written(target, case.to)
-    judgment, reason = judged(case, made, source, found)
+    weights = written(target, case.to)
+    judgment, reason = judge_weights(case, made, source, weights)
     if judgment in ("same", "followed") and "README.md" not in case.what:
-        untrue = untrue_with(source, target, found)
-        return ("untrue", untrue) if untrue else (judgment, reason)
+        difference = find_metadata_difference(source, target, weights)
+        return ("untrue", difference) if difference else (judgment, reason)
     return judgment, reason
 
 
-def judged(case: Case, made: Made, source: Path, found: Tensors) -> tuple[str, str]:
-    """Compares what was written with what was there before, and with what another library reads now."""
+def judge_weights(case: Case, made: Made, source: Path, found: Tensors) -> tuple[str, str]:
+    """Compares the written weights with the original ones, and with what another library reads from the source."""
     same = same_tensors(found, made.expected[case.to])
     if case.covered and not same:
         return "wrong", "other weights in spite of a checksum"
@@ -114,20 +118,20 @@ def judged(case: Case, made: Made, source: Path, found: Tensors) -> tuple[str, s
         content = made.peer(source)
     except BaseException as error:  # noqa: BLE001 - whatever the other library raises
         return ("same", "") if same else ("wrong", f"another library refuses it: {error!r}"[:300])
-    wanted = made.wanted(content, case.to)
-    if wanted is not None:
-        # Another library may lose what is still there to be read.
-        if same or same_tensors(found, wanted):
+    expected = made.wanted(content, case.to)
+    if expected is not None:
+        # Another library may miss weights that are still readable.
+        if same or same_tensors(found, expected):
             return ("same" if same else "followed"), ""
-        different = [name for name in found if name not in wanted or not found[name].equal(wanted[name])]
+        different = [name for name in found if name not in expected or not found[name].equal(expected[name])]
         return "wrong", f"another library reads other weights: {different[:3]} of {len(different)}"
     if same or all(name in content and same_tensors({name: found[name]}, {name: content[name]}) for name in found):
         return "same" if same else "followed", ""
     return "wrong", "other weights, of parts that do not fit together"
 
 
-def untrue_with(source: Path, target: Path, found: Tensors) -> str:
-    """Says what else of the target is not what it was in the source or not what was written."""
+def find_metadata_difference(source: Path, target: Path, found: Tensors) -> str:
+    """Returns the first difference in auxiliary files of the target, such as config and model card, or ""."""
     config, before = (json.loads((folder / "config.json").read_text("utf-8-sig")) for folder in (target, source))
     for table in (config, before):
         table.pop("dtype", None)
@@ -138,10 +142,10 @@ def untrue_with(source: Path, target: Path, found: Tensors) -> str:
         old, new = source / name, target / name
         if old.is_file() and (not new.is_file() or new.read_bytes() != old.read_bytes()):
             return f"another {name}"
-    return _untrue_card(source, target, found)
+    return _find_card_difference(source, target, found)
 
 
-def _untrue_card(source: Path, target: Path, found: Tensors) -> str:
+def _find_card_difference(source: Path, target: Path, found: Tensors) -> str:
     before, card = (
         (folder / "README.md").read_bytes() if (folder / "README.md").is_file() else b"" for folder in (source, target)
     )
@@ -155,13 +159,13 @@ def _untrue_card(source: Path, target: Path, found: Tensors) -> str:
     return ""
 
 
-def in_a_fork(function: Callable[[], tuple[str, str]]) -> tuple[str, str]:
-    """Runs a case in a fork of bounded memory, and ends it when its time is over."""
+def run_in_fork(function: Callable[[], tuple[str, str]]) -> tuple[str, str]:
+    """Runs a case in a fork with limits on memory and time."""
     reading, writing = os.pipe()
     process = os.fork()
     if process == 0:
         try:
-            # What is mapped already counts.
+            # RLIMIT_AS includes memory that is already mapped.
             pages = int(Path("/proc/self/statm").read_text().split()[0])
             limit = pages * resource.getpagesize() + BYTES
             resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
@@ -173,38 +177,38 @@ def in_a_fork(function: Callable[[], tuple[str, str]]) -> tuple[str, str]:
     os.close(writing)
     signal.signal(signal.SIGALRM, lambda *_: os.kill(process, signal.SIGKILL))
     signal.setitimer(signal.ITIMER_REAL, SECONDS)
-    began = time.monotonic()
+    start = time.monotonic()
     with os.fdopen(reading, "rb") as pipe:
-        answer = pipe.read()
+        output = pipe.read()
     os.waitpid(process, 0)
     signal.setitimer(signal.ITIMER_REAL, 0)
-    if answer:
-        judgment, reason = json.loads(answer)
+    if output:
+        judgment, reason = json.loads(output)
         return judgment, reason
-    seconds = time.monotonic() - began
+    seconds = time.monotonic() - start
     return ("hang", f"over {SECONDS:.0f} s") if seconds >= SECONDS else ("died", f"after {seconds:.1f} s")
 
 
 def run_case(seed: int, number: int, sources: Mapping[str, Made], folder: Path) -> tuple[Case, str, str]:
-    """Returns a case, its verdict and the reason; `folder` is empty before and afterwards."""
+    """Returns a case, its judgment and the reason; `folder` is empty before and afterwards."""
     source, target = folder / "source", folder / "target"
     case = drawn(seed, number, sources, source)
-    judgment, reason = in_a_fork(lambda: outcome(case, sources[case.name], source, target))
+    judgment, reason = run_in_fork(lambda: outcome(case, sources[case.name], source, target))
     if judgment == "hang":
-        # Twice: a busy machine, and a fork of a process with threads, may stand still once.
+        # Retried, since a busy machine or a fork of a multithreaded process may hang once.
         shutil.rmtree(target, ignore_errors=True)
-        judgment, reason = in_a_fork(lambda: outcome(case, sources[case.name], source, target))
-    left = [path.name for path in folder.iterdir() if path.name not in ("source", "target")]
-    if left or (judgment == "refused" and target.exists()):
-        judgment, reason = "unclear", f"{left or target} was left behind"
+        judgment, reason = run_in_fork(lambda: outcome(case, sources[case.name], source, target))
+    leftovers = [path.name for path in folder.iterdir() if path.name not in ("source", "target")]
+    if leftovers or (judgment == "refused" and target.exists()):
+        judgment, reason = "unclear", f"{leftovers or target} was left behind"
     for path in folder.iterdir():
-        # What a killed conversion leaves is a lock too.
+        # A killed conversion also leaves a lock file.
         shutil.rmtree(path) if path.is_dir() else path.unlink()
     return case, judgment, reason
 
 
 def run(seed: int, cases: int, log: Path, minutes: float) -> collections.Counter[str]:
-    """Runs the cases that the log does not have yet; returns how all of its cases of this seed ended."""
+    """Runs the cases missing from the log; returns the judgment counts of all logged cases of this seed."""
     torch.set_num_threads(1)
     rows = [json.loads(line) for line in log.read_text("utf-8").splitlines()] if log.exists() else []
     done = {row["number"] for row in rows if row["seed"] == seed}
@@ -233,8 +237,8 @@ def main() -> None:
     parser.add_argument("--cases", type=int, default=10_000)
     parser.add_argument("--minutes", type=float, default=1e9, help="when to stop; --resume goes on")
     parser.add_argument("--resume", type=Path, required=True, metavar="LOG", help="one line of JSON for each case")
-    given = parser.parse_args()
-    counts = run(given.seed, given.cases, given.resume, given.minutes)
+    args = parser.parse_args()
+    counts = run(args.seed, args.cases, args.resume, args.minutes)
     print(f"{counts.total()} cases: {', '.join(f'{count} {judgment}' for judgment, count in counts.most_common())}")
     sys.exit(any(counts[judgment] for judgment in FINDINGS))
 

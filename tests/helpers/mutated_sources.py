@@ -1,7 +1,7 @@
-"""Checkpoints of every format that is read, made of numbered entries, and what other libraries read from them.
+"""Checkpoints of every readable format with unique entries, and readers by other libraries.
 
-Every entry of a model and of its moments is another number. So the numbers that another reader finds in a damaged
-checkpoint say which weights it holds, whatever their order there (`Made.wanted`).
+Every entry of a model and of its moments has a unique value. The values that another library reads from a damaged
+checkpoint therefore identify the weights, in any order (`Made.wanted`).
 """
 
 import contextlib
@@ -48,12 +48,12 @@ base_model: some/model
 
 @dataclass(frozen=True)
 class Made:
-    """An undamaged checkpoint.
+    """Undamaged checkpoint.
 
     Attributes:
-        peer: reads, with other libraries, every part of a tensor that is stored, under a name that says which it is.
-        content: what it reads here.
-        expected: what conversions to each format write.
+        peer: Reads every stored chunk of a tensor with other libraries, under a unique name.
+        content: Result of `peer` for this checkpoint.
+        expected: Tensors written by a conversion, by target format.
     """
 
     folder: Path
@@ -62,32 +62,32 @@ class Made:
     expected: Mapping[str, Tensors]
 
     def wanted(self, content: Tensors, to: str) -> Tensors | None:
-        """Returns what has to be written for other content; `None` where it has no such weights, or two of one."""
-        if _metas(content) != _metas(self.content):
+        """Returns the tensors to write for changed `content`; `None` if its shapes differ or copies conflict."""
+        if _describe_tensors(content) != _describe_tensors(self.content):
             return None
-        before, after = _flat(self.content), _flat(content).view(torch.int32)
+        before, after = _flatten_fp32(self.content), _flatten_fp32(content).view(torch.int32)
         values, order = before.sort(stable=True)
-        wanted = {}
+        tensors = {}
         for name, tensor in self.expected[to].items():
             low, high = torch.searchsorted(values, tensor), torch.searchsorted(values, tensor, right=True)
-            found = after[order[low]]
+            entries = after[order[low]]
             for copy in range(1, int((high - low).max())):
-                if not torch.equal(after[order[torch.minimum(low + copy, high - 1)]], found):
+                if not torch.equal(after[order[torch.minimum(low + copy, high - 1)]], entries):
                     return None
-            wanted[name] = found.view(torch.float32)
-        return wanted
+            tensors[name] = entries.view(torch.float32)
+        return tensors
 
 
-def _metas(content: Tensors) -> dict[str, Any]:
+def _describe_tensors(content: Tensors) -> dict[str, Any]:
     return {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in content.items()}
 
 
-def _flat(content: Tensors) -> Tensor:
+def _flatten_fp32(content: Tensors) -> Tensor:
     return torch.cat([content[name].flatten() for name in sorted(content) if content[name].dtype == torch.float32])
 
 
 def same_tensors(found: Tensors, expected: Tensors) -> bool:
-    """Compares bytes."""
+    """Returns whether names, shapes, dtypes and bytes are equal."""
     return found.keys() == expected.keys() and all(
         (found[name].shape, found[name].dtype) == (tensor.shape, tensor.dtype)
         and torch.equal(
@@ -98,72 +98,72 @@ def same_tensors(found: Tensors, expected: Tensors) -> bool:
 
 
 def number(tensors: Tensors, first: int = FIRST) -> int:
-    """Fills tensors with numbers that fp32 holds exactly; returns the next one."""
+    """Fills tensors with consecutive integers, exact in fp32; returns the next integer."""
     for tensor in tensors.values():
         tensor.copy_(torch.arange(first, first + tensor.numel()).view(tensor.shape))
         first += tensor.numel()
     return first
 
 
-# What other libraries read
+# Readers by other libraries
 
 
-def of_index(path: Path) -> Tensors:
-    """A Hugging Face folder, by its index."""
+def read_hf(path: Path) -> Tensors:
+    """Reads a Hugging Face folder by its index."""
     kind = "model.safetensors" if any(path.glob("model*.safetensors*")) else "pytorch_model.bin"
     index = path / f"{kind}.index.json"
     named = json.loads(index.read_text("utf-8"))["weight_map"] if index.exists() else None
     files = {kind} if named is None else set(named.values())
     load = load_file if kind.endswith("s") else torch.load
-    found = {file: load(path / file) for file in files}
+    tensors = {file: load(path / file) for file in files}
     if named is None:
-        return found[kind]
-    return {name: found[file][name] for name, file in named.items()}
+        return tensors[kind]
+    return {name: tensors[file][name] for name, file in named.items()}
 
 
-def of_store(path: Path) -> Tensors:
+def read_store(path: Path) -> Tensors:
     reader = dcp.FileSystemReader(path)
     items = reader.read_metadata().state_dict_metadata
-    # Not a number where nothing is stored.
-    found = {
+    # NaN marks entries that are not stored.
+    tensors = {
         name: torch.full(item.size, torch.nan).to(item.properties.dtype)
         for name, item in items.items()
         if hasattr(item, "size")
     }
     try:
-        dcp.load(found, storage_reader=reader, no_dist=True)
+        dcp.load(tensors, storage_reader=reader, no_dist=True)
     except dcp.api.CheckpointException:
-        # What a conversion does not ask for may be unreadable.
-        found = {
-            name: _of_store_alone(path, name, torch.full_like(tensor, torch.nan)) for name, tensor in found.items()
+        # Tensors that a conversion does not read may be unreadable.
+        tensors = {
+            name: _read_store_tensor(path, name, torch.full_like(tensor, torch.nan)) for name, tensor in tensors.items()
         }
-    return found
+    return tensors
 
 
-def _of_store_alone(path: Path, name: str, tensor: Tensor) -> Tensor:
+def _read_store_tensor(path: Path, name: str, tensor: Tensor) -> Tensor:
     with contextlib.suppress(dcp.api.CheckpointException):
         dcp.load({name: tensor}, storage_reader=dcp.FileSystemReader(path), no_dist=True)
     return tensor
 
 
-def of_iteration(path: Path) -> Tensors:
-    found = of_store(path / f"iter_{int((path / TRACKER).read_text()):07d}")
-    # Copies in fp32, which are weights of their own where both are read.
-    return {name: tensor for name, tensor in found.items() if ".fp32_param." not in name and ".param." not in name}
+def read_megatron_core(path: Path) -> Tensors:
+    tensors = read_store(path / f"iter_{int((path / TRACKER).read_text()):07d}")
+    # Excludes the fp32 copies: they duplicate the weights.
+    return {name: tensor for name, tensor in tensors.items() if ".fp32_param." not in name and ".param." not in name}
 
 
-def of_accelerate(path: Path) -> Tensors:
-    return of_store(path / "pytorch_model_fsdp_0")
+def read_accelerate(path: Path) -> Tensors:
+    return read_store(path / "pytorch_model_fsdp_0")
 
 
-def of_ranks(path: Path) -> Tensors:
-    """Megatron's legacy format: every rank's own."""
-    said = (path / TRACKER).read_text().strip()
-    folder = path / (said if said == "release" else f"iter_{int(said):07d}")
-    found: dict[str, Tensor] = {}
+def read_megatron_legacy(path: Path) -> Tensors:
+    """Reads Megatron's legacy format: the local tensors of every rank."""
+    iteration = (path / TRACKER).read_text().strip()
+    folder = path / (iteration if iteration == "release" else f"iter_{int(iteration):07d}")
+    tensors: dict[str, Tensor] = {}
     for file in sorted(folder.glob("mp_rank_*/model_optim_rng.pt")):
-        _collect(file.parent.name, torch.load(file, weights_only=False)["model"], found)
-    return found
+        _collect(file.parent.name, torch.load(file, weights_only=False)["model"], tensors)
+    return tensors
 
 
 def _collect(name: str, value: Any, found: dict[str, Tensor]) -> None:
@@ -174,72 +174,74 @@ def _collect(name: str, value: Any, found: dict[str, Tensor]) -> None:
             _collect(f"{name}/{key}", inner, found)
 
 
-def of_shards(path: Path) -> Tensors:
-    found: dict[str, Tensor] = {}
+def read_shards(path: Path) -> Tensors:
+    tensors: dict[str, Tensor] = {}
     for file in sorted(path.glob("shard-*.safetensors")):
         with safe_open(file, "pt") as opened:
             places = json.loads((opened.metadata() or {}).get("DCP_SHARDING_INFO", "{}"))
             for name in opened.keys():  # noqa: SIM118 - it is no table
                 offsets = places.get(name, {}).get("saved_offsets", [0] * len(opened.get_slice(name).get_shape()))
-                _put(found, f"{name}@{offsets}", opened.get_tensor(name))
-    return found
+                _add_unique(tensors, f"{name}@{offsets}", opened.get_tensor(name))
+    return tensors
 
 
-def of_manifest(path: Path) -> Tensors:
-    found: dict[str, Tensor] = {}
+def read_manifest(path: Path) -> Tensors:
+    tensors: dict[str, Tensor] = {}
     for name, entry in json.loads((path / MANIFEST).read_text("utf-8"))["tensors"].items():
-        for piece in entry["pieces"]:
-            tensor = load_file(path / piece["file"])[piece["key"]]
+        for chunk in entry["pieces"]:
+            tensor = load_file(path / chunk["file"])[chunk["key"]]
             assert str(tensor.dtype) == f"torch.{entry['dtype']}"
-            _put(found, f"{name} {entry['shape']} {json.dumps(piece['boxes'], sort_keys=True)}", tensor.flatten())
-    return found
+            _add_unique(
+                tensors, f"{name} {entry['shape']} {json.dumps(chunk['boxes'], sort_keys=True)}", tensor.flatten()
+            )
+    return tensors
 
 
-def _put(found: dict[str, Tensor], name: str, tensor: Tensor) -> None:
+def _add_unique(found: dict[str, Tensor], name: str, tensor: Tensor) -> None:
     while name in found:
         name += "'"
     found[name] = tensor
 
 
 def written(path: Path, to: str) -> Tensors:
-    """What a conversion wrote, without counts of steps."""
+    """Reads the result of a conversion, without step counts."""
     if to == "dcp":
-        return {name: tensor for name, tensor in of_store(path).items() if not name.endswith(".step")}
-    found: dict[str, Tensor] = {}
+        return {name: tensor for name, tensor in read_store(path).items() if not name.endswith(".step")}
+    tensors: dict[str, Tensor] = {}
     for file in path.glob("*.safetensors"):
-        found |= load_file(file)
-    return found
+        tensors |= load_file(file)
+    return tensors
 
 
 # Checkpoints
 
 TRACKER = "latest_checkpointed_iteration.txt"
 PEERS: Mapping[str, Callable[[Path], Tensors]] = {
-    **dict.fromkeys(("hf", "hf_one", "bin", "old_bin"), of_index),
-    "dcp": of_store,
-    "fsdp": of_accelerate,
-    "megatron_core": of_iteration,
-    "megatron_legacy": of_ranks,
-    "before_core": of_ranks,
-    "shards": of_shards,
-    "sharded": of_manifest,
+    **dict.fromkeys(("hf", "hf_one", "bin", "old_bin"), read_hf),
+    "dcp": read_store,
+    "fsdp": read_accelerate,
+    "megatron_core": read_megatron_core,
+    "megatron_legacy": read_megatron_legacy,
+    "before_core": read_megatron_legacy,
+    "shards": read_shards,
+    "sharded": read_manifest,
 }
 WITH_MOMENTS = ("dcp", "sharded", "megatron_core")
 
 
 @torch.no_grad()
 def make_checkpoints(folder: Path) -> dict[str, Made]:
-    """A tiny Llama in every format, and a GPT-2 from before Megatron-Core."""
+    """Writes a tiny Llama in every format, and a GPT-2 in a pre-Megatron-Core format."""
     sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
     model = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2))
     weights = dict(model.named_parameters())
-    following = number(weights)
+    next_value = number(weights)
     moments = {
         f"optimizer.state.{name}.{kind}": torch.empty_like(tensor)
         for kind in ("exp_avg", "exp_avg_sq")
         for name, tensor in weights.items()
     }
-    number(moments, following)
+    number(moments, next_value)
     model.save_pretrained(folder / "hf", max_shard_size="20KB")
     model.save_pretrained(folder / "hf_one")
     (folder / "hf" / "README.md").write_text(CARD)
@@ -253,26 +255,26 @@ def make_checkpoints(folder: Path) -> dict[str, Made]:
     for name in ("dcp", "fsdp", "shards"):
         shutil.copy(folder / "hf" / "config.json", folder / name)
     convert(folder / "dcp", folder / "sharded", "sharded")
-    _split_pieces(folder / "sharded")
+    _split_chunks(folder / "sharded")
     convert(folder / "dcp", folder / "megatron_core", "megatron_core")
     convert(folder / "hf", folder / "megatron_legacy", "megatron_legacy", options=TargetOptions(tp_size=2, pp_size=2))
-    _write_before_core(folder)
-    return {name: _made(folder / name, name) for name in PEERS}
+    _write_pre_core(folder)
+    return {name: _make_source(folder / name, name) for name in PEERS}
 
 
-def _made(folder: Path, name: str) -> Made:
+def _make_source(folder: Path, name: str) -> Made:
     expected = {}
     for to in ("hf", "dcp") if name in WITH_MOMENTS else ("hf",):
         convert(folder, folder.parent / "written", to)
         expected[to] = written(folder.parent / "written", to)
         shutil.rmtree(folder.parent / "written")
-    made = Made(folder, PEERS[name], PEERS[name](folder), expected)
+    source = Made(folder, PEERS[name], PEERS[name](folder), expected)
     for to in expected:
         entries = torch.cat([tensor.flatten() for tensor in expected[to].values()])
         assert entries.unique().numel() == entries.numel() and entries.min() >= FIRST
-        wanted = made.wanted(made.content, to)
-        assert wanted is not None and same_tensors(wanted, expected[to]), name
-    return made
+        tensors = source.wanted(source.content, to)
+        assert tensors is not None and same_tensors(tensors, expected[to]), name
+    return source
 
 
 def _write_bin(folder: Path, weights: dict[str, Tensor]) -> None:
@@ -291,7 +293,7 @@ def _write_bin(folder: Path, weights: dict[str, Tensor]) -> None:
 
 
 def _write_store(folder: Path, tensors: Tensors) -> None:
-    """In two chunks, as two ranks have them."""
+    """Writes a store of two chunks per tensor, as two ranks would."""
     with Output(folder) as output:
         store = StoreWriter(output)
         for name, tensor in tensors.items():
@@ -302,7 +304,7 @@ def _write_store(folder: Path, tensors: Tensors) -> None:
 
 
 def _write_shards(folder: Path, weights: Tensors) -> None:
-    """Matrices in two parts along either dim, what has one dim in both files."""
+    """Writes two files with matrices split along alternating dims and 1-dim tensors replicated."""
     folder.mkdir()
     for rank in range(2):
         parts, places = {}, {}
@@ -318,23 +320,23 @@ def _write_shards(folder: Path, weights: Tensors) -> None:
         save_file(parts, file, {"format": "pt", "DCP_SHARDING_INFO": json.dumps(places), "DCP_VERSION": "1.0"})
 
 
-def _split_pieces(folder: Path) -> None:
-    """Gives every other row to a second rank's file: boxes that repeat."""
+def _split_chunks(folder: Path) -> None:
+    """Moves every other row to the file of a second rank, which gives strided chunks."""
     manifest = Manifest.load(folder)
     tensors, files = {}, dict(manifest.files)
     parts: dict[str, dict[str, Tensor]] = {}
     for name, entry in manifest.tensors.items():
-        (piece,) = entry.pieces
-        tensor = load_file(folder / piece.file)[piece.key].view(entry.shape)
-        pieces = []
+        (chunk,) = entry.pieces
+        tensor = load_file(folder / chunk.file)[chunk.key].view(entry.shape)
+        chunk_entries = []
         for rank in range(2):
             rows = range(rank, entry.shape[0], 2)
-            boxes = tuple(TensorChunk((row, *[0] * (tensor.dim() - 1)), (1, *entry.shape[1:])) for row in rows)
-            file = f"rank{rank}-{piece.file}"
-            parts.setdefault(file, {})[piece.key] = tensor[rank::2].flatten().clone()
-            pieces.append(ChunkEntry(file, piece.key, boxes))
-        tensors[name] = TensorEntry(entry.shape, entry.dtype, tuple(pieces))
-    for file in {piece.file for entry in manifest.tensors.values() for piece in entry.pieces}:
+            chunks = tuple(TensorChunk((row, *[0] * (tensor.dim() - 1)), (1, *entry.shape[1:])) for row in rows)
+            file = f"rank{rank}-{chunk.file}"
+            parts.setdefault(file, {})[chunk.key] = tensor[rank::2].flatten().clone()
+            chunk_entries.append(ChunkEntry(file, chunk.key, chunks))
+        tensors[name] = TensorEntry(entry.shape, entry.dtype, tuple(chunk_entries))
+    for file in {chunk.file for entry in manifest.tensors.values() for chunk in entry.pieces}:
         (folder / file).unlink()
         del files[file]
     for file, content in parts.items():
@@ -345,11 +347,11 @@ def _split_pieces(folder: Path) -> None:
     (folder / "conversion.json").unlink()
 
 
-def _write_before_core(folder: Path) -> None:
+def _write_pre_core(folder: Path) -> None:
     model = GPT2LMHeadModel(GPT2Config(vocab_size=64, n_embd=32, n_layer=2, n_head=4, n_positions=16))
     number(dict(model.named_parameters()))
     model.save_pretrained(folder / "gpt2")
-    parts = gpt2_parts(model)
-    said = vars(Namespace(num_layers=2, hidden_size=32, num_attention_heads=4, max_position_embeddings=16))
-    write_checkpoint(folder / "before_core", parts, "2021", 2.0, tp=2, args=said)
+    weights = gpt2_parts(model)
+    megatron_args = vars(Namespace(num_layers=2, hidden_size=32, num_attention_heads=4, max_position_embeddings=16))
+    write_checkpoint(folder / "before_core", weights, "2021", 2.0, tp=2, args=megatron_args)
     shutil.copy(folder / "gpt2" / "config.json", folder / "before_core")

@@ -1,4 +1,4 @@
-"""Ways to damage a file of a checkpoint: by its bytes, or by what its format means by them."""
+"""Mutations of a checkpoint file, of raw bytes or of the content in the file's format."""
 
 import dataclasses
 import io
@@ -16,7 +16,7 @@ import torch
 import yaml
 from torch import Tensor
 
-# What a field may turn into.
+# Replacement values of a field.
 VALUES: tuple[Any, ...] = (
     *(None, True, -1, 0, 1, 2, 7, 2**31, 2**63, 2**64 + 1, 10**400, 1e308, float("nan"), "", "x", "../../etc/passwd"),
     *(
@@ -37,7 +37,7 @@ VALUES: tuple[Any, ...] = (
 Draw = random.Random
 
 
-# By bytes: each takes a file's content and returns another
+# Byte mutations: each returns a changed copy of a file's content
 
 
 def flip_bits(content: bytes, draw: Draw) -> bytes:
@@ -49,14 +49,14 @@ def flip_bits(content: bytes, draw: Draw) -> bytes:
 
 
 def cut(content: bytes, draw: Draw) -> bytes:
-    place = draw.choice((0, 1, 7, 8, 9, len(content) // 2, len(content) - 1, draw.randrange(len(content) + 1)))
-    return content[: max(place, 0)]
+    offset = draw.choice((0, 1, 7, 8, 9, len(content) // 2, len(content) - 1, draw.randrange(len(content) + 1)))
+    return content[: max(offset, 0)]
 
 
 def put_in(content: bytes, draw: Draw) -> bytes:
-    place = draw.randrange(len(content) + 1)
-    what = draw.choice((b"\0", b"\xff" * 9, draw.randbytes(16), content[:64], b"[" * 4000, b"\x80\x04("))
-    return content[:place] + what + content[place:]
+    offset = draw.randrange(len(content) + 1)
+    inserted = draw.choice((b"\0", b"\xff" * 9, draw.randbytes(16), content[:64], b"[" * 4000, b"\x80\x04("))
+    return content[:offset] + inserted + content[offset:]
 
 
 def move(content: bytes, draw: Draw) -> bytes:
@@ -71,12 +71,12 @@ def move(content: bytes, draw: Draw) -> bytes:
     return bytes(changed)
 
 
-# By meaning
+# Format-aware mutations
 
 
 def change_value(value: Any, draw: Draw) -> Any:
-    """Changes one field of a nest of tables, lists and objects, at any depth; often it exchanges two."""
-    places = list(_places(value))
+    """Changes one field of nested dicts, lists and objects, at any depth; often it swaps two fields."""
+    places = list(_list_fields(value))
     if not places:
         return draw.choice(VALUES)
     holder, key = draw.choice(places)
@@ -86,7 +86,7 @@ def change_value(value: Any, draw: Draw) -> Any:
     if kind == "delete":
         del holder[key]
     elif kind == "rename" and isinstance(holder, dict):
-        holder[_other_name(key, draw, places)] = holder.pop(key)
+        holder[_make_other_name(key, draw, places)] = holder.pop(key)
     elif kind in ("exchange", "copy") and same_type:
         other, name = draw.choice(same_type)
         new = other[name]
@@ -97,7 +97,7 @@ def change_value(value: Any, draw: Draw) -> Any:
     elif kind == "thin" and isinstance(old, dict | list):
         holder[key] = dict(list(old.items())[::2]) if isinstance(old, dict) else old[: len(old) // 2]
     elif isinstance(old, Tensor):
-        holder[key] = _other_tensor(old, draw)
+        holder[key] = _make_other_tensor(old, draw)
     elif isinstance(old, int | float) and not isinstance(old, bool) and kind != "replace":
         holder[key] = draw.choice((old + 1, old - 1, -old, old * 2, old // 2, old * 10**9))
     elif isinstance(old, torch.Size | tuple):
@@ -109,16 +109,16 @@ def change_value(value: Any, draw: Draw) -> Any:
     return value
 
 
-def _places(value: Any, depth: int = 0) -> Iterator[tuple[Any, Any]]:
+def _list_fields(value: Any, depth: int = 0) -> Iterator[tuple[Any, Any]]:
     if not isinstance(value, dict | list | type) and hasattr(value, "__dict__") and not isinstance(value, Tensor):
         value = vars(value)
     keys = list(value) if isinstance(value, dict) else range(len(value)) if isinstance(value, list) else ()
     for key in keys if depth < 12 else ():
         yield value, key
-        yield from _places(value[key], depth + 1)
+        yield from _list_fields(value[key], depth + 1)
 
 
-def _other_name(key: Any, draw: Draw, places: list[tuple[Any, Any]]) -> Any:
+def _make_other_name(key: Any, draw: Draw, places: list[tuple[Any, Any]]) -> Any:
     if dataclasses.is_dataclass(key) and not isinstance(key, type):
         changes = {"fqn": f"{key.fqn}x"} if draw.random() < 0.5 else {"offset": torch.Size([1, 0]), "index": 3}
         return dataclasses.replace(key, **changes)
@@ -129,13 +129,13 @@ def _other_name(key: Any, draw: Draw, places: list[tuple[Any, Any]]) -> Any:
     return draw.choice((f"{key}x", "", "__metadata__", "\x1b[31m", zero_one, f"module.{key}", draw.choice(others)))
 
 
-def _other_tensor(tensor: Tensor, draw: Draw) -> Any:
+def _make_other_tensor(tensor: Tensor, draw: Draw) -> Any:
     tensor = tensor.detach()
     kind = draw.randrange(12)
     if kind == 0:
         return tensor.t() if tensor.dim() == 2 else tensor.flip(0)
     if kind == 1:
-        # The same entries in another order of memory.
+        # The same entries in another memory layout.
         return tensor.t().contiguous().t() if tensor.dim() == 2 else tensor.clone()
     if kind == 2:
         return torch.cat([torch.zeros(5, dtype=tensor.dtype), tensor.flatten()])[5:].view(tensor.shape)
@@ -177,8 +177,8 @@ def change_header(content: bytes, draw: Draw) -> bytes:
     return len(text).to_bytes(8, "little") + text + content[8 + length :]
 
 
-def change_saved(content: bytes, draw: Draw) -> bytes:
-    """Another value, as torch would have saved it."""
+def change_torch_file(content: bytes, draw: Draw) -> bytes:
+    """Changes a value in a file of `torch.save`."""
     value = torch.load(io.BytesIO(content), weights_only=False)
     buffer = io.BytesIO()
     changed = change_value(value, draw)
@@ -186,13 +186,13 @@ def change_saved(content: bytes, draw: Draw) -> bytes:
     return buffer.getvalue()
 
 
-def change_store(content: bytes, draw: Draw) -> bytes:
-    """Another `.metadata` of a distributed checkpoint."""
+def change_dcp_metadata(content: bytes, draw: Draw) -> bytes:
+    """Changes the `.metadata` of a distributed checkpoint."""
     changed = change_value(pickle.loads(content), draw)
     try:
         return pickle.dumps(changed, protocol=draw.choice((2, 4, 5)))
     except (AttributeError, TypeError, RuntimeError):
-        # Properties of a tensor do not save themselves where one is missing or none of theirs.
+        # TensorProperties fail to pickle if a field is missing or invalid.
         return change_pickle(content, draw)
 
 
@@ -209,13 +209,13 @@ def change_pickle(content: bytes, draw: Draw) -> bytes:
 
 
 def change_archive(content: bytes, draw: Draw) -> bytes:
-    """Writes a zip anew with a record left out, doubled, cut, renamed, exchanged or changed."""
-    written = io.BytesIO()
-    with zipfile.ZipFile(io.BytesIO(content)) as source, zipfile.ZipFile(written, "w") as target:
+    """Rewrites a zip with a record removed, duplicated, truncated, renamed, swapped or changed."""
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(io.BytesIO(content)) as source, zipfile.ZipFile(buffer, "w") as target:
         records = []
         for name in source.namelist():
             record = source.open(name)
-            # torch leaves some at zero.
+            # torch leaves some checksums at zero, so they are not verified.
             record._expected_crc = None
             records.append((name, record.read()))
         pickles = [index for index, (name, _) in enumerate(records) if name.endswith(".pkl")]
@@ -234,10 +234,10 @@ def change_archive(content: bytes, draw: Draw) -> bytes:
             records.append((name, data))
         elif kind == "exchanged":
             records[other] = (name, records[other][1])
-        how = zipfile.ZIP_DEFLATED if draw.random() < 0.1 else zipfile.ZIP_STORED
+        compression = zipfile.ZIP_DEFLATED if draw.random() < 0.1 else zipfile.ZIP_STORED
         for name, data in records:
-            target.writestr(zipfile.ZipInfo(name), data, how)
-    return written.getvalue()
+            target.writestr(zipfile.ZipInfo(name), data, compression)
+    return buffer.getvalue()
 
 
 def change_card(content: bytes, draw: Draw) -> bytes:
@@ -257,15 +257,15 @@ def change_text(content: bytes, draw: Draw) -> bytes:
 
 
 def of_meaning(file: Path, content: bytes) -> list[Callable[[bytes, Draw], bytes]]:
-    """Finds the changes that know what a file is."""
+    """Returns the format-aware mutations of a file."""
     if content[:2] == b"PK" and file.suffix != ".distcp":
-        return [change_saved, change_saved, change_archive]
-    by_name = {".metadata": [change_store, change_store, change_pickle]}
+        return [change_torch_file, change_torch_file, change_archive]
+    by_name = {".metadata": [change_dcp_metadata, change_dcp_metadata, change_pickle]}
     by_suffix: dict[str, list[Callable[[bytes, Draw], bytes]]] = {
         ".json": [change_json],
         ".safetensors": [change_header],
-        ".bin": [change_saved],
-        ".pt": [change_saved],
+        ".bin": [change_torch_file],
+        ".pt": [change_torch_file],
         ".md": [change_card],
         ".txt": [change_text],
     }
@@ -273,7 +273,7 @@ def of_meaning(file: Path, content: bytes) -> list[Callable[[bytes, Draw], bytes
 
 
 def change_tree(draw: Draw, folder: Path, file: Path, files: list[Path]) -> str:
-    """Changes which files there are."""
+    """Deletes, adds, renames, swaps or replaces a file; returns the kind of change."""
     kind = draw.choice(
         (
             "deleted",
@@ -290,7 +290,7 @@ def change_tree(draw: Draw, folder: Path, file: Path, files: list[Path]) -> str:
     other = draw.choice(files)
     content = file.read_bytes()
     if kind in ("renamed", "one more"):
-        # Files and folders of ranks and iterations have numbers in their names.
+        # Rank and iteration numbers are part of file and folder names.
         path = draw.choice([file, *(parent for parent in file.parents if folder in parent.parents)])
         new = path.with_name(
             draw.choice((path.name.replace("1", "2"), path.name.replace("0", "9", 1), f"{path.name}x"))

@@ -1,4 +1,4 @@
-"""Progress of a run: a line every twenty seconds with counts, and one for each test that fails, at once."""
+"""Progress of a test run: a line with counts every twenty seconds, and one for each failed test at once."""
 
 import time
 
@@ -8,13 +8,13 @@ _SECONDS = 20
 
 
 def pytest_configure(config):
-    # In workers of xdist nobody reads it.
+    # Output of xdist workers is not shown.
     if not hasattr(config, "workerinput"):
         config.pluginmanager.register(Progress(config), "progress")
 
 
 class Progress:
-    """Counts of what has ended, printed where it has been quiet for a while."""
+    """Plugin that prints failures, and the counts of finished tests at most every twenty seconds."""
 
     def __init__(self, config):
         self.config, self.started = config, time.monotonic()

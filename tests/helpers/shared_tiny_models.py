@@ -1,4 +1,4 @@
-"""Twins that the tests of one session share, over all its workers: each is built and measured once."""
+"""Tiny models shared by all workers of a test session: each is built and measured once."""
 
 import fcntl
 import hashlib
@@ -16,9 +16,7 @@ from hf_megatron.testing.parity import TinyModel
 
 
 def make_tiny_model(config: PreTrainedConfig, **arguments: Any) -> TinyModel:
-    """`hf_megatron.testing.parity.make_tiny_model`, or what it returned for these arguments; others read the same
-    files.
-    """
+    """Cached `hf_megatron.testing.parity.make_tiny_model`; other tests read the same files."""
     key = json.dumps([type(config).__name__, config.to_dict(), arguments], sort_keys=True)
     file = Path(os.environ["SHARED_TINY_MODELS"], hashlib.sha256(key.encode()).hexdigest())
     with open(file.with_suffix(".lock"), "w") as lock:

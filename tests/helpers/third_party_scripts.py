@@ -1,11 +1,11 @@
-"""Training scripts that nobody here wrote, on layouts and in one process: `python -m tests.helpers.third_party_scripts
-FOLDER`.
+"""Third-party training scripts on layouts, compared with single-process runs: `python -m
+tests.helpers.third_party_scripts FOLDER`.
 
-FOLDER holds transformers' example scripts (`run_clm.py`, `run_mlm.py`, `run_glue.py`, `run_translation.py`, which want
-`evaluate` and `scikit-learn`); TRL's `sft.py`, `dpo.py`, `kto.py` and `reward.py` are those of the installed package.
-Each is run as it is but for `import hf_megatron` and the argument `megatron_config` where it loads its model; with
-`--launched` without any edit, as `python -m hf_megatron` runs it. What is compared: every logged number and the final
-weights.
+FOLDER holds transformers' example scripts (`run_clm.py`, `run_mlm.py`, `run_glue.py`, `run_translation.py`, which
+require `evaluate` and `scikit-learn`); TRL's `sft.py`, `dpo.py`, `kto.py` and `reward.py` come from the installed
+package. The only edits are `import hf_megatron` and the argument `megatron_config` of the call that loads the model;
+with `--launched` the scripts are unedited, as `python -m hf_megatron` runs them. Every logged value and the final
+weights are compared.
 """
 
 import argparse
@@ -40,7 +40,7 @@ DATA = Path(__file__).parents[1] / "data"
 STORIES = DATA / "stories260K_hf"
 CAUSAL, MASKED = "tp2,tp2+sp,dp2,pp2,tp2+pp2", "tp2,tp2+sp,pp2,dp2"
 TRL = ("sft.py", "dpo.py", "kto.py", "reward.py")
-# Of transformers' scripts the model behind a colon.
+# Keys are SCRIPT:MODEL for transformers' scripts, and SCRIPT for TRL's.
 LAYOUTS = {
     "run_clm.py:stories": CAUSAL,
     "run_clm.py:mamba2": CAUSAL,
@@ -49,12 +49,12 @@ LAYOUTS = {
     "run_mlm.py:modernbert": MASKED,
     "run_mlm.py:roberta": MASKED,
     "run_glue.py:bert": MASKED,
-    # Its loss is its own: no parts of a batch.
+    # The model computes its own loss, which does not support a split batch.
     "run_glue.py:deberta-v2": "tp2,tp2+sp",
     "run_translation.py:t5": MASKED,
     "run_translation.py:bart": MASKED,
 } | dict.fromkeys(TRL, CAUSAL)
-# Rows of a batch of all data parallel ranks; evaluation does not fill its last one.
+# Global batch sizes over data-parallel ranks; the last evaluation batch is not full.
 TRAIN_ROWS, EVAL_ROWS = 4, 4
 UNEQUAL = ("runtime", "per_second", "flos", "model_preparation_time")
 LOSS, WEIGHTS = 2e-5, 3e-5
@@ -63,7 +63,7 @@ SETTINGS = {
     "logging_steps": 1,
     "gradient_accumulation_steps": 2,
     "learning_rate": 1e-3,
-    # Gradients that are zero in exact arithmetic stay so.
+    # Large enough that round-off in gradients that should be zero does not move weights.
     "adam_epsilon": 1e-4,
     "max_grad_norm": 0.5,
     "save_strategy": "no",
@@ -74,7 +74,7 @@ SETTINGS = {
 
 
 class _AddLayout(ast.NodeTransformer):
-    """Adds the argument to what loads a model: a call of `from_pretrained`, or the keywords that TRL makes one with."""
+    """Adds `megatron_config` to the call that loads the model, `from_pretrained` or TRL's `model_init_kwargs`."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -99,12 +99,12 @@ class _AddLayout(ast.NodeTransformer):
 
 
 def program(script: Path, is_parallelized: bool):
-    """The script as it is, or with the import and the argument."""
+    """Compiles a script, unedited or with the import and the argument."""
     tree = ast.parse(script.read_text(encoding="utf-8"))
     if is_parallelized:
-        adding = _AddLayout()
-        tree = adding.visit(tree)
-        assert adding.count == 1, f"{script.name} loads {adding.count} models"
+        transformer = _AddLayout()
+        tree = transformer.visit(tree)
+        assert transformer.count == 1, f"{script.name} loads {transformer.count} models"
         future = sum(isinstance(node, ast.ImportFrom) and node.module == "__future__" for node in tree.body)
         docstring = ast.get_docstring(tree) is not None
         tree.body.insert(future + docstring, ast.parse("import hf_megatron").body[0])
@@ -113,19 +113,19 @@ def program(script: Path, is_parallelized: bool):
 
 
 class _Recorder(TrainerCallback):
-    """Every number that a Trainer logs."""
+    """Callback that records every number logged by a Trainer."""
 
     log: list[dict[str, float]] = []
 
     def on_log(self, args, state, control, logs=None, **kwargs):
-        numbers = {name: value for name, value in logs.items() if isinstance(value, int | float)}
-        self.log.append({n: v for n, v in numbers.items() if not any(part in n for part in UNEQUAL)})
+        values = {name: value for name, value in logs.items() if isinstance(value, int | float)}
+        self.log.append({n: v for n, v in values.items() if not any(part in n for part in UNEQUAL)})
 
 
 def run(
     script: Path, arguments: list[str], folder: Path, layout=None, launched: bool = False
 ) -> list[dict[str, float]]:
-    """What the script logs; it sees nothing but its arguments."""
+    """Runs a script with command-line `arguments` and returns its log."""
     os.chdir(folder)
     torch.manual_seed(0)
     sys.argv = [str(script), *arguments]
@@ -136,12 +136,12 @@ def run(
         export_layout(layout)
         run_script(str(script), arguments, layout)
     else:
-        name = {"__name__": "__main__", "__file__": str(script), "LAYOUT": layout}
-        exec(program(script, layout is not None), name)
+        namespace = {"__name__": "__main__", "__file__": str(script), "LAYOUT": layout}
+        exec(program(script, layout is not None), namespace)
     return _Recorder.log
 
 
-# Tiny, without dropout, whose masks would differ.
+# Tiny sizes, no dropout: its masks would differ between layouts.
 _SIZES = {"vocab_size": 512, "hidden_size": 32, "num_hidden_layers": 2, "pad_token_id": 1}
 _ATTENTION = {"num_attention_heads": 4, "intermediate_size": 48}
 _WITHOUT_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
@@ -211,7 +211,7 @@ def make_data(folder: Path) -> None:
             | ({"rejected": f" {first[: 10 + index % 7]}."} if changed else {})
             for index, (first, second) in enumerate(zip(sentences, sentences[1:], strict=False))
         ]
-        # DPO's losses and metrics of a last batch that is not full are means over ranks.
+        # Full batches only: DPO averages the losses and metrics of a partial batch over ranks.
         for split, count in (("train", 24 if changed else 23), ("test", 8 if changed else 7)):
             lines = "\n".join(json.dumps(pair) for pair in pairs[:count])
             (folder / name / f"{split}.jsonl").write_text(lines, encoding="utf-8")
@@ -225,7 +225,7 @@ def make_data(folder: Path) -> None:
         (folder / "kto" / f"{split}.jsonl").write_text("\n".join(rows), encoding="utf-8")
     pairs = [{"translation": {"en": one, "de": other}} for one, other in zip(sentences, sentences[1:], strict=False)]
     (folder / "pairs.json").write_text("\n".join(map(json.dumps, pairs)), encoding="utf-8")
-    # `evaluate.load("accuracy")` takes this folder for the Hub's metric.
+    # `evaluate.load("accuracy")` loads this local folder instead of the metric on the Hub.
     for metric, text in (("accuracy", _ACCURACY), ("sacrebleu", _BLEU)):
         (folder / metric).mkdir()
         (folder / metric / f"{metric}.py").write_text(text, encoding="utf-8")
@@ -245,7 +245,7 @@ class Accuracy(evaluate.Metric):
         return {"accuracy": sum(a == b for a, b in zip(predictions, references)) / len(references)}
 """
 
-# The share of equal letters, which one other token changes.
+# The share of equal characters, sensitive to a single changed token.
 _BLEU = """
 import datasets
 import evaluate
@@ -263,8 +263,8 @@ class Bleu(evaluate.Metric):
 """
 
 
-def get_arguments(name: str, folder: Path, output: Path, dp_size: int) -> list[str]:
-    """The command line of a script, for ranks that together see the batches of one process."""
+def make_arguments(name: str, folder: Path, output: Path, dp_size: int) -> list[str]:
+    """Returns the command line of a script; the global batch size is the same for every `dp_size`."""
     settings = SETTINGS | {
         "output_dir": output,
         "per_device_train_batch_size": TRAIN_ROWS // dp_size,
@@ -296,43 +296,48 @@ def get_arguments(name: str, folder: Path, output: Path, dp_size: int) -> list[s
     return [word for flag in flags for word in flag]
 
 
-def weights_of(output: Path) -> dict[str, torch.Tensor]:
-    # Some scripts make folders of their own below it.
+def load_weights(output: Path) -> dict[str, torch.Tensor]:
+    # Some scripts create subfolders.
     [file] = [*output.rglob("model.safetensors"), *output.rglob("adapter_model.safetensors")]
     return load_file(file)
 
 
-def difference(name: str, found: float, expected: float) -> float:
+def relative_difference(name: str, found: float, expected: float) -> float:
     if math.isnan(found) and math.isnan(expected):
         return 0.0
-    # Rewards are differences of sums over many tokens.
+    # Rewards are differences of sums over many tokens and need a larger denominator.
     return abs(found - expected) / max(abs(expected), 1.0 if "reward" in name else 1e-2)
 
 
 def compare(script: Path, folder: Path, text: str, expected=None, *, launched: bool = False, flags=(), case=None):
-    """The largest differences on a layout, of numbers (relative) and weights, what was compared, and what differs."""
+    """Compares a run on layout `text` with the single-process run.
+
+    Returns:
+        The largest relative difference of a logged value with its name, the largest absolute difference of a weight,
+        the number of compared values, and the single-process result to pass as `expected`.
+    """
     case = case or script.name
     kind = "-" + case.partition(":")[2] + "-adapter" * bool(flags)
     layouts = {"one": None, text: next(iter(parse_layouts(text)), None)}
     if expected is None:
-        one = folder / f"{script.stem}-one{kind}"
-        [log] = run_ranks(run, 1, script, [*get_arguments(case, folder, one, 1), *flags], folder, timeout=600)
-        expected = log, weights_of(one)
+        output_dir = folder / f"{script.stem}-one{kind}"
+        [log] = run_ranks(run, 1, script, [*make_arguments(case, folder, output_dir, 1), *flags], folder, timeout=600)
+        expected = log, load_weights(output_dir)
     layout = layouts[text]
     output = folder / f"{script.stem}-{text}{kind}{'-launched' * launched}"
-    arguments = [*get_arguments(case, folder, output, layout.dp_size or 1), *flags]
+    arguments = [*make_arguments(case, folder, output, layout.dp_size or 1), *flags]
     ranks = layout.ranks_per_replica * (layout.dp_size or 1)
-    [found, *_] = run_ranks(run, ranks, script, arguments, folder, layout, launched, timeout=600)
-    assert [entry.keys() for entry in found] == [entry.keys() for entry in expected[0]], (found, expected[0])
-    numbers = [
-        (difference(name, entry[name], reference[name]), name)
-        for entry, reference in zip(found, expected[0], strict=True)
+    [layout_log, *_] = run_ranks(run, ranks, script, arguments, folder, layout, launched, timeout=600)
+    assert [entry.keys() for entry in layout_log] == [entry.keys() for entry in expected[0]], (layout_log, expected[0])
+    differences = [
+        (relative_difference(name, entry[name], reference[name]), name)
+        for entry, reference in zip(layout_log, expected[0], strict=True)
         for name in reference
     ]
-    weights, reference = weights_of(output), expected[1]
+    weights, reference = load_weights(output), expected[1]
     assert weights.keys() == reference.keys()
-    apart = max((weights[name] - reference[name]).abs().max().item() for name in reference)
-    return max(numbers), apart, len(numbers), expected
+    weight_error = max((weights[name] - reference[name]).abs().max().item() for name in reference)
+    return max(differences), weight_error, len(differences), expected
 
 
 def main() -> None:
@@ -342,30 +347,33 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=SETTINGS["max_steps"])
     parser.add_argument("--layouts", help="instead of those that each script is promised to be equal on")
     parser.add_argument("--launched", action="store_true", help="without any edit")
-    wanted = parser.parse_args()
+    args = parser.parse_args()
     torch.set_num_threads(1)
-    SETTINGS["max_steps"] = wanted.steps
+    SETTINGS["max_steps"] = args.steps
     with tempfile.TemporaryDirectory() as directory:
         folder = Path(directory)
         make_models(folder)
         make_data(folder)
         print(f"| script | layout | numbers | largest difference | of | weights apart | |\n|{'---|' * 7}", flush=True)
-        for name in wanted.scripts.split(","):
+        for name in args.scripts.split(","):
             expected = None
-            script = trl_script(name) if name in TRL else wanted.folder.resolve() / name.partition(":")[0]
-            for text in (wanted.layouts or LAYOUTS[name]).split(","):
+            script = trl_script(name) if name in TRL else args.folder.resolve() / name.partition(":")[0]
+            for text in (args.layouts or LAYOUTS[name]).split(","):
                 try:
-                    found = compare(script, folder, text, expected, launched=wanted.launched, case=name)
-                    (worst, number), apart, count, expected = found
+                    result = compare(script, folder, text, expected, launched=args.launched, case=name)
+                    (worst, value_name), weight_error, count, expected = result
                 except Exception as error:  # noqa: BLE001 - a row of the table
                     print(f"| {name} | {text} | | | | | {type(error).__name__}: {str(error)[-600:]} |", flush=True)
                     continue
-                judgment = "equal" if worst <= LOSS and apart <= WEIGHTS else "DIFFERS"
-                print(f"| {name} | {text} | {count} | {worst:.1e} | {number} | {apart:.1e} | {judgment} |", flush=True)
+                judgment = "equal" if worst <= LOSS and weight_error <= WEIGHTS else "DIFFERS"
+                print(
+                    f"| {name} | {text} | {count} | {worst:.1e} | {value_name} | {weight_error:.1e} | {judgment} |",
+                    flush=True,
+                )
 
 
 def trl_script(name: str) -> Path:
-    """A script of the installed TRL."""
+    """Returns the path of a script of the installed TRL."""
     return Path(find_spec("trl").origin).parent / "scripts" / name
 
 

@@ -1,4 +1,4 @@
-"""Tiny models of every family that the converters know, with no two tensors alike."""
+"""Tiny models of every family that the converters support, with distinct tensors."""
 
 import copy
 from typing import Any
@@ -31,7 +31,7 @@ _LLAMA = {
 _EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True}
 _LATENT = {
     "num_hidden_layers": 3,
-    # transformers' norms inside latent attention have this one whatever the config says.
+    # transformers' norms inside latent attention ignore the config and always use this value.
     "rms_norm_eps": 1e-6,
     "num_key_value_heads": 4,
     "q_lora_rank": 24,
@@ -77,7 +77,7 @@ _T5 = {
     "relative_attention_num_buckets": 8,
     "relative_attention_max_distance": 16,
     "feed_forward_proj": "gated-gelu",
-    # Of T5 1.1: the config class takes it for "do not scale what the head reads", and ties all the same.
+    # As in T5 1.1: the config class only disables scaling of the head's input, and still ties the weights.
     "tie_word_embeddings": False,
 }
 _MAMBA = {
@@ -103,7 +103,7 @@ _NEMOTRON = {
     "mamba_head_dim": 16,
     "n_groups": 4,
     "chunk_size": 8,
-    # Megatron's mixer has no lower limit, and transformers takes its logarithm.
+    # Megatron's mixer has no lower limit; zero is not possible, since transformers takes the logarithm.
     "time_step_min": 1e-12,
     "moe_intermediate_size": 48,
     "moe_shared_expert_intermediate_size": 40,
@@ -111,7 +111,7 @@ _NEMOTRON = {
     "routed_scaling_factor": 2.5,
 }
 
-# case -> (model type, what its config changes)
+# case -> (model type, config overrides)
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", _LLAMA),
     "llama_tied": ("llama", {**_LLAMA, "tie_word_embeddings": True}),
@@ -192,8 +192,8 @@ _TOKENS = {"image_token_id": 3, "video_token_id": 4, "vision_start_token_id": 5,
 _QWEN3 = {**_LLAMA, "head_dim": 16, "rope_parameters": {**_SECTION, "mrope_interleaved": True}}
 
 
-def _with_images(text: dict[str, Any], vision: dict[str, Any], tied: bool = False, **further: Any) -> dict[str, Any]:
-    """The outer config says whether the head is tied; the inner one has transformers' own default."""
+def _make_composite(text: dict[str, Any], vision: dict[str, Any], tied: bool = False, **further: Any) -> dict[str, Any]:
+    """Returns a composite config; `tie_word_embeddings` is set in the outer config only."""
     inner = {name: value for name, value in text.items() if name != "tie_word_embeddings"}
     return {"text_config": inner, "vision_config": vision, "tie_word_embeddings": tied, **further}
 
@@ -213,11 +213,11 @@ _VL = {
         {"image_token_id": 3, "boi_token_id": 5, "eoi_token_id": 6, "mm_tokens_per_image": 4},
     ),
 }
-# Models of images and text: case -> (model type, its config).
+# Image-text models: case -> (model type, config).
 MULTIMODAL: dict[str, tuple[str, dict[str, Any]]] = {
     f"{name}{'_tied' if tied else ''}": (
         "gemma3" if name == "gemma3_vl" else name,
-        _with_images(text, vision, tied, **further),
+        _make_composite(text, vision, tied, **further),
     )
     for name, (text, vision, further) in _VL.items()
     for tied in ((True,) if name == "gemma3_vl" else (False, True))
@@ -225,17 +225,17 @@ MULTIMODAL: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def config_of(case: str) -> Any:
-    """The config of a case."""
+    """Returns the config of a case."""
     model_type, changes = {**FAMILIES, **MULTIMODAL}[case]
     return AutoConfig.for_model(model_type, **copy.deepcopy(changes))
 
 
 def tiny_model(case: str, dtype: torch.dtype = torch.float32) -> Any:
-    """A model whose norms and biases are no constants, so that one in another's place is seen."""
+    """Builds a model with random norms and biases, so that swapped tensors are detected."""
     torch.manual_seed(0)
     config = config_of(case)
     config._attn_implementation = "eager"
-    # Only the class for pretraining has all of what Megatron's BERT has.
+    # Only the pretraining class has all modules of Megatron's BERT.
     model_class = AutoModelForPreTraining if config.model_type == "megatron-bert" else AutoModelForCausalLM
     if case in MULTIMODAL:
         model_class = AutoModelForImageTextToText
@@ -243,7 +243,7 @@ def tiny_model(case: str, dtype: torch.dtype = torch.float32) -> Any:
         model_class = AutoModelForSeq2SeqLM
     model = model_class.from_config(config).eval()
     if config.is_encoder_decoder and not case.endswith("_tied"):
-        # As released files have it, which transformers then does not tie.
+        # Released files have a separate lm_head, so transformers does not tie it.
         model.lm_head.weight = torch.nn.Parameter(torch.randn_like(model.lm_head.weight))
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():

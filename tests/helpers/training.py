@@ -1,8 +1,8 @@
-"""What loops do to gradients and weights besides the usual: each habit is a function of a `Loop`, run on every layout.
+"""Harness for training-loop patterns that access gradients and weights, run on every layout.
 
-Those of `tests.fuzz` are run by `tests/integration/fuzz/test_patterns.py`; here are others, and gradients are compared
-as well. All
-habits of a file run in one job per layout, one after another from the same weights, and once in one process.
+A pattern is a function of a `Loop`. `tests/integration/fuzz/test_patterns.py` runs the patterns of `tests.fuzz`; the
+patterns of this harness also compare gradients. All patterns of a file run sequentially from the same weights, in one
+job per layout and one single-process job.
 """
 
 import functools
@@ -25,7 +25,7 @@ from tests.helpers import dp_training
 from tests.helpers.dp_training import local_samples, ranks_of, restore, snapshot
 
 LAYOUTS = ["tp2", "tp2+sp", "dp2+zero0", "dp2", "dp2+zero2", "dp2+zero3", "tp2+dp2"]
-# The last word of the second one is a schedule that computes gradients of inputs and of weights apart.
+# "+split" selects a schedule that computes input and weight gradients separately.
 PIPELINES = ["pp2", "pp2+split", "tp2+pp2", "pp2+dp2+zero0", "pp2+dp2", "pp2+dp2+zero2", "pp2+dp2+zero3"]
 WHOLE_BATCH = ["tp2", "tp2+sp", "pp2", "tp2+pp2"]
 
@@ -38,7 +38,7 @@ def layout(text):
 
 
 def save_tiny(path, **fields):
-    """A Llama of two layers whose norms are no constants."""
+    """Saves a Llama of two layers with random norms."""
     torch.manual_seed(0)
     config = LlamaConfig(
         hidden_size=32,
@@ -54,7 +54,7 @@ def save_tiny(path, **fields):
 
 
 def batch(seed, rows=4, length=9):
-    """Rows with unequal numbers of labels."""
+    """Returns a batch with unequal numbers of labels per sample."""
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(3, 64, (rows, length), generator=generator)
     labels = ids.clone()
@@ -64,16 +64,18 @@ def batch(seed, rows=4, length=9):
 
 
 def full(model, values):
-    """Weights or gradients by name in full: on the first tp ranks, over stages on the first rank of all."""
+    """Gathers full weights or gradients by name: on tp rank 0, with pipeline stages on global rank 0 only."""
     state = parallel_state(model)
     values = {name: None if value is None else value.detach().clone() for name, value in values.items()}
     if state is None or state.mesh.pp_size > 1:
         return _full(model, values)
-    found = {name: None if value is None else _full_of_one(state, name, value) for name, value in values.items()}
-    return found if state.mesh.tp_rank == 0 else {}
+    gathered = {
+        name: None if value is None else _gather_full_tensor(state, name, value) for name, value in values.items()
+    }
+    return gathered if state.mesh.tp_rank == 0 else {}
 
 
-def _full_of_one(state, name, tensor):
+def _gather_full_tensor(state, name, tensor):
     placement, local = state.placement(name), None
     if state.shards_weights:
         local = full_local(tensor, placement.local_shape(tensor.shape, state.axes), state.mesh, state.average(name))
@@ -83,7 +85,7 @@ def _full_of_one(state, name, tensor):
 
 @dataclass
 class Loop:
-    """A model under training, and what was seen of it."""
+    """Model in training with its optimizer, losses and recorded tensors."""
 
     model: Any
     path: Any = None
@@ -110,18 +112,18 @@ class Loop:
         self.losses.append(loss.item())
 
     def step(self, *seeds):
-        """One step of the usual kind."""
+        """Runs an ordinary step with gradient accumulation over `seeds`."""
         for seed in seeds:
             self.backward(seed)
         self.optimizer.step()
         self.optimizer.zero_grad()
 
     def see(self, name, tensor):
-        """Notes a tensor that every rank has whole."""
+        """Records a tensor that is replicated on every rank."""
         self.seen[name] = None if tensor is None else torch.as_tensor(tensor).detach().clone().float()
 
     def rows(self, name, tensor, numbers):
-        """Notes rows of a batch that the dp ranks hold parts of; `numbers` are this rank's."""
+        """Records a batch that is sharded over dp ranks; `numbers` are the local sample indices."""
         state = parallel_state(self.model)
         unsharded = torch.zeros(4, *tensor.shape[1:])
         unsharded[numbers] = tensor.detach().float()
@@ -134,7 +136,7 @@ class Loop:
         self.seen |= {f"{when}: {name}": gradient for name, gradient in gradients.items()}
 
     def measurement(self):
-        """Gradients of a last backward are what is left after the habit plus one more batch's."""
+        """Returns the measurement after one more backward, which adds to the gradients that the pattern left."""
         self.backward(99)
         self.see_gradients("at the end")
         weights = full(self.model, dict(local_named_parameters(self.model)))
@@ -142,12 +144,12 @@ class Loop:
         return Measurement(sum(self.losses), 0.0, 0.0, dict(self.seen), {"the habit": weights}), list(self.losses)
 
 
-def run_all(path, text, loop_patterns, **kwargs):
-    """What each habit leaves, or the error that it raised."""
+def run_patterns(path, text, loop_patterns, **kwargs):
+    """Returns the measurement of each pattern, or the error that it raised."""
     model = AutoModelForCausalLM.from_pretrained(
         path, megatron_config=None if text is None else layout(text), **kwargs
     ).train()
-    start, found = snapshot(model), {}
+    start, results = snapshot(model), {}
     for name, loop_pattern in loop_patterns.items():
         model.zero_grad()
         model.requires_grad_(True)
@@ -155,20 +157,20 @@ def run_all(path, text, loop_patterns, **kwargs):
         loop = Loop(model, path)
         try:
             loop_pattern(loop)
-            found[name] = loop.measurement()
+            results[name] = loop.measurement()
         except Exception as error:  # noqa: BLE001
-            found[name] = (type(error).__name__, str(error), traceback.format_exc())
-    return found
+            results[name] = (type(error).__name__, str(error), traceback.format_exc())
+    return results
 
 
 def possible(loop_patterns, text, impossible):
-    """The habits that a layout can have; `impossible` names others by a part of the layout's text."""
-    gone = set().union(*(names for part, names in impossible.items() if part in (text or "")))
-    return {name: loop_pattern for name, loop_pattern in loop_patterns.items() if name not in gone}
+    """Returns the patterns possible on a layout; `impossible` maps a substring of the layout to excluded names."""
+    excluded = set().union(*(names for part, names in impossible.items() if part in (text or "")))
+    return {name: loop_pattern for name, loop_pattern in loop_patterns.items() if name not in excluded}
 
 
 def cells(loop_patterns, layouts, impossible):
-    """Parameters `name, text` of a test; ids begin with the layout, by which the first tier chooses."""
+    """Returns parameters `name, text` of a test; ids begin with the layout, which the first tier selects by."""
     return [
         pytest.param(name, text, id=f"{text}-{name}")
         for text in layouts
@@ -177,7 +179,7 @@ def cells(loop_patterns, layouts, impossible):
 
 
 class Runs:
-    """Every layout's run of a table of habits, made when first asked for."""
+    """Cached runs of all patterns, one per layout."""
 
     def __init__(self, path, loop_patterns, impossible=None, **kwargs):
         self.of = functools.cache(
@@ -186,24 +188,24 @@ class Runs:
 
     def _run(self, path, text, loop_patterns, **kwargs):
         if text is None:
-            return run_all(path, None, loop_patterns, **kwargs)
-        return run_ranks(run_all, ranks_of(layout(text)), path, text, loop_patterns, timeout=300, **kwargs)
+            return run_patterns(path, None, loop_patterns, **kwargs)
+        return run_ranks(run_patterns, ranks_of(layout(text)), path, text, loop_patterns, timeout=300, **kwargs)
 
     def compare(self, text, loop_pattern):
-        """Raises where a layout's run of a habit is not one process's."""
+        """Raises if a pattern's run on a layout does not match the single-process run."""
         expected, losses = self.of(None)[loop_pattern]
-        results = [found[loop_pattern] for found in self.of(text)]
-        for found in results:
-            assert isinstance(found[0], Measurement), found[-1]
-        for found, of_rank in results:
-            torch.testing.assert_close(torch.tensor(of_rank), torch.tensor(losses), rtol=1e-5, atol=0)
-            if found.weights["the habit"]:
-                judgement = judge(found, expected)
+        results = [rank_result[loop_pattern] for rank_result in self.of(text)]
+        for rank_result in results:
+            assert isinstance(rank_result[0], Measurement), rank_result[-1]
+        for rank_result, rank_losses in results:
+            torch.testing.assert_close(torch.tensor(rank_losses), torch.tensor(losses), rtol=1e-5, atol=0)
+            if rank_result.weights["the habit"]:
+                judgement = judge(rank_result, expected)
                 assert judgement.passed, judgement.report()
 
     def refused(self, text, loop_pattern, match):
-        """Raises where a layout's run of a habit did not end with this refusal on every rank."""
-        for found in self.of(text):
-            kind, message, trace = found[loop_pattern]
+        """Raises unless a pattern raised this UnsupportedError on every rank."""
+        for rank_results in self.of(text):
+            kind, message, trace = rank_results[loop_pattern]
             assert kind == "UnsupportedError", trace
             assert match in message, message

@@ -1,10 +1,11 @@
-"""Thirty steps of each of TRL's trainers on layouts, against one process: `python -m tests.helpers.trajectories [NAME
-...]`.
+"""Thirty steps of each TRL trainer on layouts, compared with a single process: `python -m tests.helpers.trajectories
+[NAME ...]`.
 
-Every logged number of training and evaluation and the final weights (of adapters, with `peft_config`) are compared;
-`tests/trajectories.json` keeps the largest difference of a run, relative to what one process logs or to 0.1 if that is
-less, and what differs so. Data parallel ranks of trainers that generate take their rows of recorded completions. Of
-"tp2 > pp2" the first half of the steps ran on tp2, and the rest on pp2, from a checkpoint.
+Every logged value of training and evaluation and the final weights (adapter weights with `peft_config`) are compared.
+`tests/trajectories.json` has the largest difference of each run and the name of that value; differences are relative
+to the single-process value, or to 0.1 if it is smaller. In trainers that generate, data-parallel ranks use their
+samples of recorded completions. "tp2 > pp2" runs the first half of the steps on tp2 and resumes on pp2 from a
+checkpoint.
 """
 
 import argparse
@@ -41,14 +42,14 @@ GROUPS = GENERATES | REWARDS | {"num_generations": 4}
 CHAT = {"processing_class": tokenizer, "max_length": 64}
 
 
-def classifier(path, config):
+def make_classifier_adapter(path, config):
     return LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", task_type="SEQ_CLS")
 
 
 test_base.UNEQUAL = (*test_base.UNEQUAL, "step_time")
 
 
-# Name -> class of the trainer and of its arguments, rows, options.
+# Name -> trainer class, config class, samples, options.
 TRAINERS = {
     "SFT": (trl.SFTTrainer, trl.SFTConfig, completions, {}),
     "DPO": (trl.DPOTrainer, trl.DPOConfig, preferences, {}),
@@ -75,12 +76,12 @@ TRAINERS = {
 
 
 def run(name, text, has_adapter):
-    """The log and the weights of each rank."""
+    """Returns the log and the weights of each rank."""
     trainer_class, config_class, samples, options = TRAINERS[name]
     test_base.CONFIGS[trainer_class] = config_class
     options = STEPS | options
     if has_adapter:
-        options |= {"peft_config": classifier if name == "Reward" else adapter, "learning_rate": 1e-3}
+        options |= {"peft_config": make_classifier_adapter if name == "Reward" else adapter, "learning_rate": 1e-3}
     elif name in ("DPO", "KTO"):
         options["ref_model"] = parallelized_reference
     if text is not None and "dp2" in text and "max_completion_length" in options:
@@ -92,28 +93,28 @@ def run(name, text, has_adapter):
             save_experts(STORIES, model)
         first, resumes, second = (text or "").partition(">")
 
-        def on(part, **further):
+        def run_on_layout(part, **further):
             config = layout(part.strip()) if part.strip() else None
-            given = (model, Path(folder), config, trainer_class, samples)
+            arguments = (model, Path(folder), config, trainer_class, samples)
             return run_ranks(
-                train, 1 if config is None else ranks_of(config), *given, timeout=900, **options, **further
+                train, 1 if config is None else ranks_of(config), *arguments, timeout=900, **options, **further
             )
 
         if not resumes:
-            return on(first)
-        on(first, stop_at=_HALF, save_strategy="steps", save_steps=_HALF)
-        return on(second, resume=True)
+            return run_on_layout(first)
+        run_on_layout(first, stop_at=_HALF, save_strategy="steps", save_steps=_HALF)
+        return run_on_layout(second, resume=True)
 
 
-def differences(found, expected):
-    """The largest difference of a number, its name and step, and the largest of a weight."""
+def measure_differences(found, expected):
+    """Returns the largest difference of a logged value with its name and step, and the largest of a weight."""
     worst = (0.0, "", 0)
     for entry, other in zip(found[0], expected[0], strict=True):
         assert entry.keys() == other.keys(), (entry, other)
         for name, value in other.items():
             if value is not None and entry[name] is not None:
-                apart = abs(entry[name] - value) / max(abs(value), 0.1)
-                worst = max(worst, (apart, name, other.get("step", 0)))
+                difference = abs(entry[name] - value) / max(abs(value), 0.1)
+                worst = max(worst, (difference, name, other.get("step", 0)))
     weights = max((found[1][name] - weight).abs().max().item() for name, weight in expected[1].items())
     return worst, weights
 
@@ -122,29 +123,29 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", default=list(TRAINERS))
     parser.add_argument("--layouts", nargs="*", help='of LAYOUTS, such as "tp2 > pp2"; all of them by default')
-    given = parser.parse_args()
+    args = parser.parse_args()
     record = json.loads(RECORD.read_text()) if RECORD.exists() else {}
-    for name in given.names:
+    for name in args.names:
         for has_adapter in (False, True):
             key = f"{name}{', adapter' * has_adapter}"
-            layouts = given.layouts or OTHER_LAYOUTS.get(name, LAYOUTS)
+            layouts = args.layouts or OTHER_LAYOUTS.get(name, LAYOUTS)
             record[key] = {text: row for text, row in record.get(key, {}).items() if text not in layouts}
-            alone = run(name, None, has_adapter) if any(">" not in text for text in layouts) else None
+            reference = run(name, None, has_adapter) if any(">" not in text for text in layouts) else None
             for text in layouts:
-                # TRL counts tokens anew where a run goes on.
-                expected = run(name, ">", has_adapter) if ">" in text else alone
+                # The reference resumes too, since TRL restarts its token count on resume.
+                expected = run(name, ">", has_adapter) if ">" in text else reference
                 if "dp2" in text and "max_completion_length" in TRAINERS[name][3]:
-                    expected = run_recorded(name, has_adapter)
-                found = run(name, text, has_adapter)
-                assert all(log == found[0][0] for log, *_ in found), "every rank logs the same"
-                worst, weights = differences(found[0], expected[0])
+                    expected = run_with_recorded_completions(name, has_adapter)
+                results = run(name, text, has_adapter)
+                assert all(log == results[0][0] for log, *_ in results), "every rank logs the same"
+                worst, weights = measure_differences(results[0], expected[0])
                 record[key][text] = {"number": worst[0], "of": worst[1], "weight": weights}
                 print(f"{key}, {text}: {worst[0]:.1e} of {worst[1]}, weights {weights:.1e}", flush=True)
             RECORD.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
 
 
-def run_recorded(name, has_adapter):
-    """One process with the recorded completions that dp ranks share."""
+def run_with_recorded_completions(name, has_adapter):
+    """Runs in a single process with the recorded completions that dp ranks share."""
     entry = TRAINERS[name]
     TRAINERS[name] = (*entry[:3], entry[3] | RECORDED)
     try:

@@ -1,1 +1,1 @@
-"""Real megatron-core models on CPU: the other side of the Megatron checkpoint tests. See README.md."""
+"""Real megatron-core models on CPU, as the peer of the Megatron checkpoint tests. See README.md."""

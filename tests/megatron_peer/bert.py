@@ -1,8 +1,8 @@
-"""megatron-core's BertModel loads what was converted: `python -m tests.megatron_peer.bert HF OUT TP FOLDER...`.
+"""Logits of megatron-core's BertModel with converted weights: `python -m tests.megatron_peer.bert HF OUT TP FOLDER...`.
 
-HF is a folder of a MegatronBertForPreTraining of transformers, FOLDER the folder of an iteration in `torch_dist` or in
-the legacy format. OUT becomes a safetensors file with the logits of each, `0.head` and `0.binary_head` and so on, for
-the entries `ids`, `mask` and `types` of HF/inputs.safetensors.
+HF is the folder of a transformers MegatronBertForPreTraining, FOLDER an iteration folder in `torch_dist` or in the
+legacy format. OUT is a safetensors file with the logits per FOLDER, `0.head`, `0.binary_head` and so on, for the inputs
+`ids`, `mask` and `types` in HF/inputs.safetensors.
 """
 
 import os
@@ -13,7 +13,7 @@ from pathlib import Path
 warnings.filterwarnings("ignore")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["HF_HUB_OFFLINE"] = "1"
-# Activations are wrapped in torch.compile, which would take longer than all the rest.
+# Compiling the activations, which are wrapped in torch.compile, would dominate the run time.
 os.environ["TORCHDYNAMO_DISABLE"] = "1"
 
 import torch  # noqa: E402
@@ -61,15 +61,15 @@ def build(hf) -> BertModel:
 
 
 def run(hf: str, out: str, folders: list[str]) -> None:
-    inputs, found = load_file(Path(hf) / "inputs.safetensors"), {}
+    inputs, outputs = load_file(Path(hf) / "inputs.safetensors"), {}
     for index, folder in enumerate(folders):
         model = build(AutoConfig.from_pretrained(hf))
         load(model, Path(folder))
         with torch.no_grad():
             head, binary_head = model(inputs["ids"], inputs["mask"], tokentype_ids=inputs["types"])[:2]
-        found |= {f"{index}.head": head.contiguous(), f"{index}.binary_head": binary_head.contiguous()}
+        outputs |= {f"{index}.head": head.contiguous(), f"{index}.binary_head": binary_head.contiguous()}
     if dist.get_rank() == 0:
-        save_file(found, out)
+        save_file(outputs, out)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Loading and saving a model of megatron-core in a process of its own, for classes other than GPTModel."""
+"""Loading and saving of megatron-core models other than GPTModel, in separate processes."""
 
 import tempfile
 from collections.abc import Callable
@@ -11,32 +11,32 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
 
 def load(model: torch.nn.Module, folder: Path) -> None:
-    """Strictly: no missing key, no surplus one in the model."""
+    """Loads `torch_dist` or legacy weights strictly: missing or unexpected keys raise."""
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.fill_(0.5)
     if (folder / "metadata.json").exists():
-        state = dist_checkpointing.load({"model": _sharded(model)}, str(folder))["model"]
+        state = dist_checkpointing.load({"model": _sharded_state_dict(model)}, str(folder))["model"]
     else:
-        state = torch.load(folder / _own_folder() / "model_optim_rng.pt", weights_only=False)["model"]
+        state = torch.load(folder / _rank_folder_name() / "model_optim_rng.pt", weights_only=False)["model"]
     model.load_state_dict(state, strict=True)
 
 
 def save(model: torch.nn.Module, core: Path, legacy: Path) -> None:
-    """In both formats, as a release without arguments."""
+    """Saves in both formats, as a release without arguments."""
     common = {"checkpoint_version": 3.0, "iteration": 0}
     if dist.get_rank() == 0:
         for root in (core, legacy):
             (root / "release").mkdir(parents=True)
             (root / "latest_checkpointed_iteration.txt").write_text("release")
     dist.barrier()
-    dist_checkpointing.save({**_sharded(model), **common}, core / "release")
-    own = legacy / "release" / _own_folder()
-    own.mkdir()
-    torch.save({**common, "model": model.state_dict_for_save_checkpoint()}, own / "model_optim_rng.pt")
+    dist_checkpointing.save({**_sharded_state_dict(model), **common}, core / "release")
+    rank_folder = legacy / "release" / _rank_folder_name()
+    rank_folder.mkdir()
+    torch.save({**common, "model": model.state_dict_for_save_checkpoint()}, rank_folder / "model_optim_rng.pt")
 
 
-def _own_folder() -> str:
+def _rank_folder_name() -> str:
     stages, stage = (
         parallel_state.get_pipeline_model_parallel_world_size(),
         parallel_state.get_pipeline_model_parallel_rank(),
@@ -45,7 +45,14 @@ def _own_folder() -> str:
 
 
 def through_stages(model: torch.nn.Module, shape: tuple[int, ...], *arguments) -> torch.Tensor | None:
-    """The output of a model whose layers lie on stages, on the last one; `shape` of what stages hand on, in fp32."""
+    """Runs the forward of a pipeline-parallel model.
+
+    Args:
+        shape: Shape of the fp32 hidden states sent between stages.
+
+    Returns:
+        The output on the last stage, `None` on other stages.
+    """
     first, last = parallel_state.is_pipeline_first_stage(), parallel_state.is_pipeline_last_stage()
     if not first:
         hidden = torch.empty(shape)
@@ -59,13 +66,13 @@ def through_stages(model: torch.nn.Module, shape: tuple[int, ...], *arguments) -
     return None
 
 
-def _sharded(model: torch.nn.Module) -> dict:
+def _sharded_state_dict(model: torch.nn.Module) -> dict:
     group = parallel_state.get_data_parallel_group(with_context_parallel=True)
     return model.sharded_state_dict(metadata={"dp_cp_group": group})
 
 
 def on_ranks(function: Callable, layout: str, *arguments) -> None:
-    """Call a function with these arguments in a process per rank of a layout: tensor-parallel ranks, or `TPxPP`."""
+    """Calls `function(*arguments)` in one process per rank; `layout` is the tensor-parallel size or `TPxPP`."""
     tp, pp = map(int, layout.split("x")) if "x" in layout else (int(layout), 1)
     with tempfile.TemporaryDirectory() as root:
         torch.multiprocessing.spawn(_start, (function, str(Path(root) / "store"), tp, pp, *arguments), nprocs=tp * pp)

@@ -1,8 +1,9 @@
-"""megatron-core's LLaVAModel loads what was converted: `python -m tests.megatron_peer.llava HF OUT TP FOLDER...`.
+"""Logits of megatron-core's LLaVAModel with converted weights: `python -m tests.megatron_peer.llava HF OUT TP
+FOLDER...`.
 
-HF is a folder of a LlavaForConditionalGeneration of transformers, FOLDER the folder of an iteration in `torch_dist`.
-OUT becomes a safetensors file with the logits of each, `0`, `1` and so on, for the entries `ids`, in which one token
-stands for an image, and `pixels` of HF/inputs.safetensors.
+HF is the folder of a transformers LlavaForConditionalGeneration, FOLDER an iteration folder in `torch_dist`. OUT is a
+safetensors file with the logits per FOLDER, `0`, `1` and so on, for the inputs `ids`, with a single image token per
+image, and `pixels` in HF/inputs.safetensors.
 """
 
 import functools
@@ -15,7 +16,7 @@ from pathlib import Path
 warnings.filterwarnings("ignore")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["HF_HUB_OFFLINE"] = "1"
-# Activations are wrapped in torch.compile, which would take longer than all the rest.
+# Compiling the activations, which are wrapped in torch.compile, would dominate the run time.
 os.environ["TORCHDYNAMO_DISABLE"] = "1"
 
 import torch  # noqa: E402
@@ -45,7 +46,7 @@ PADDED = 256
 
 
 class _Norm(torch.nn.LayerNorm):
-    """What stands before CLIP's layers, built as TransformerEngine's norm is."""
+    """LayerNorm before CLIP's layers, with the constructor arguments of TransformerEngine's norm."""
 
     def __init__(self, config, hidden_size, eps):
         super().__init__(hidden_size, eps)
@@ -91,12 +92,12 @@ def build(hf, tp: int) -> LLaVAModel:
     )
     language_spec = get_gpt_layer_local_spec(normalization="RMSNorm")
     encoder_spec = get_vit_layer_with_local_spec()
-    # The local one is causal, where that of TransformerEngine, which is trained with, is not.
+    # The local spec is causal, unlike the TransformerEngine spec, which models are trained with.
     encoder_spec.submodules.self_attention.params = {"attn_mask_type": AttnMaskType.no_mask}
     for spec in (language_spec, encoder_spec):
         attention = spec.submodules.self_attention.submodules
         spec.submodules.sharded_state_dict_keys_map = te_keys(False, moe=False, attention=attention)
-    # Defaults of an argument are made when the class is.
+    # Patched in place, since default arguments are bound when the class is defined.
     clip_vit_model.CLIPViTModel.__init__.__defaults__ = tuple(
         _Norm if default is torch.nn.LayerNorm else default
         for default in clip_vit_model.CLIPViTModel.__init__.__defaults__
@@ -123,7 +124,7 @@ def build(hf, tp: int) -> LLaVAModel:
 
 
 def load(model: LLaVAModel, folder: Path) -> None:
-    """Strictly: no missing key, no surplus one in the model."""
+    """Loads strictly: missing or unexpected keys raise."""
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.fill_(0.5)
@@ -137,16 +138,16 @@ def run(rank: int, store: str, hf: str, out: str, tp: int, folders: list[str]) -
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=tp)
     parallel_state.initialize_model_parallel(tp)
     model_parallel_cuda_manual_seed(0)
-    inputs, found = load_file(Path(hf) / "inputs.safetensors"), {}
+    inputs, outputs = load_file(Path(hf) / "inputs.safetensors"), {}
     for index, folder in enumerate(folders):
         model = build(AutoConfig.from_pretrained(hf), tp)
         load(model, Path(folder))
         positions = torch.arange(inputs["ids"].shape[1])[None]
         with torch.no_grad():
             logits = model(inputs["pixels"], inputs["ids"], positions, None)[0]
-        found[str(index)] = logits.contiguous()
+        outputs[str(index)] = logits.contiguous()
     if rank == 0:
-        save_file(found, out)
+        save_file(outputs, out)
     dist.destroy_process_group()
 
 

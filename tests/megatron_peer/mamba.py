@@ -1,9 +1,10 @@
-"""megatron-core's MambaModel loads what was converted: `python -m tests.megatron_peer.mamba HF OUT LAYOUT FOLDER...`.
+"""Logits of megatron-core's MambaModel with converted weights: `python -m tests.megatron_peer.mamba HF OUT LAYOUT
+FOLDER...`.
 
-HF is a folder of a Mamba2 or Nemotron-H of transformers, FOLDER the folder of an iteration in `torch_dist` or in the
-legacy format with local names. LAYOUT is that of `checkpoints.on_ranks`. OUT becomes a safetensors file with the logits
-of each, `0` and so on, for the entry `ids` of HF/inputs.safetensors. The last model is saved again by megatron-core,
-into OUT-core and OUT-legacy.
+HF is the folder of a transformers Mamba2 or Nemotron-H, FOLDER an iteration folder in `torch_dist` or in the legacy
+format with local names. LAYOUT is the tensor-parallel size or `TPxPP`. OUT is a safetensors file with the logits per
+FOLDER, `0` and so on, for the input `ids` in HF/inputs.safetensors. megatron-core saves the last model again, into
+OUT-core and OUT-legacy.
 """
 
 import os
@@ -14,7 +15,7 @@ from pathlib import Path
 warnings.filterwarnings("ignore")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["HF_HUB_OFFLINE"] = "1"
-# Activations are wrapped in torch.compile, which would take longer than all the rest.
+# Compiling the activations, which are wrapped in torch.compile, would dominate the run time.
 os.environ["TORCHDYNAMO_DISABLE"] = "1"
 
 import torch  # noqa: E402
@@ -53,7 +54,7 @@ PADDED = 256
 
 
 def spec(experts: int | None) -> ModuleSpec:
-    """The stack of `mamba_layer_specs.py` of megatron-core's own layers, stored under TransformerEngine's names."""
+    """Returns the stack of `mamba_layer_specs.py` with local layers, saved under TransformerEngine's names."""
     parallel = {"linear_fc1": ColumnParallelLinear, "linear_fc2": RowParallelLinear}
     mixer = MambaMixerSubmodules(in_proj=ColumnParallelLinear, out_proj=RowParallelLinear)
     attention = SelfAttentionSubmodules(
@@ -103,14 +104,14 @@ def spec(experts: int | None) -> ModuleSpec:
     )
 
 
-def settings(hf) -> dict:
-    """What TransformerConfig has to be told of the mixers, and of the other layers where there are any."""
+def make_config_kwargs(hf) -> dict:
+    """Returns the TransformerConfig arguments of the mixers, and of attention, MLP and MoE layers if present."""
     if hf.model_type == "mamba2":
         return {
             "mamba_num_heads": hf.num_heads,
             "mamba_head_dim": hf.head_dim,
             "mamba_state_dim": hf.state_size,
-            # Without attention, which the config wants all the same.
+            # Required by the config, although there is no attention.
             "num_attention_heads": hf.num_heads,
         }
     config = {
@@ -144,7 +145,7 @@ def build(hf) -> MambaModel:
     config = TransformerConfig(
         tensor_model_parallel_size=parallel_state.get_tensor_model_parallel_world_size(),
         pipeline_model_parallel_size=parallel_state.get_pipeline_model_parallel_world_size(),
-        # Its experts are split as its dense layers are.
+        # Experts are sharded like dense layers.
         expert_tensor_parallel_size=parallel_state.get_tensor_model_parallel_world_size(),
         num_layers=hf.num_hidden_layers,
         hidden_size=hf.hidden_size,
@@ -156,7 +157,7 @@ def build(hf) -> MambaModel:
         params_dtype=torch.float32,
         pipeline_dtype=torch.float32,
         **ON_CPU,
-        **settings(hf),
+        **make_config_kwargs(hf),
     )
     return MambaModel(
         config,
@@ -172,17 +173,17 @@ def build(hf) -> MambaModel:
 
 
 def run(hf: str, out: str, folders: list[str]) -> None:
-    ids, found = load_file(Path(hf) / "inputs.safetensors")["ids"], {}
+    ids, outputs = load_file(Path(hf) / "inputs.safetensors")["ids"], {}
     positions = torch.arange(ids.shape[1])[None].expand_as(ids)
     for index, folder in enumerate(folders):
         model = build(AutoConfig.from_pretrained(hf))
         load(model, Path(folder))
         logits = through_stages(model, (*ids.T.shape, model.config.hidden_size), ids, positions, None)
         if logits is not None:
-            found[str(index)] = logits
+            outputs[str(index)] = logits
     save(model, Path(f"{out}-core"), Path(f"{out}-legacy"))
     if parallel_state.is_pipeline_last_stage() and parallel_state.get_tensor_model_parallel_rank() == 0:
-        save_file(found, out)
+        save_file(outputs, out)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""transformers config -> megatron-core GPTModel of the local spec (no TransformerEngine)."""
+"""Builder of a megatron-core GPTModel with the local spec (no TransformerEngine) from a transformers config."""
 
 import argparse
 import functools
@@ -35,7 +35,7 @@ ACTIVATIONS = {
 
 
 class Unsupported(ValueError):
-    """megatron-core 0.16.1 has no such model."""
+    """Raised for models that megatron-core 0.16.1 does not support."""
 
 
 @dataclass
@@ -44,13 +44,13 @@ class Settings:
 
     config: dict
     model: dict
-    attributes: dict = field(default_factory=dict)  # read from the config with getattr, but no fields of it
+    attributes: dict = field(default_factory=dict)  # read with getattr, but not dataclass fields of the config
     embedding_scale: float | None = None
 
 
 @dataclass
 class Layout:
-    """How the ranks of one launch are divided."""
+    """Parallel layout of one launch."""
 
     tp: int = 1
     pp: int = 1
@@ -67,20 +67,21 @@ class Layout:
 
 
 def settings(hf) -> Settings:
-    """What megatron-core needs to be told to compute what transformers computes for `hf`."""
+    """Returns the megatron-core settings equivalent to the transformers config `hf`."""
     if hf.model_type not in FAMILIES:
         raise Unsupported(f"model type {hf.model_type}: {REASONS.get(hf.model_type, 'not in the table of the peer')}")
     return FAMILIES[hf.model_type](hf)
 
 
 def build(hf, padded_vocab: int, layout: Layout, keys: str = "te", mtp_layers: int | None = None) -> GPTModel:
-    """The model of this rank.
+    """Builds the local model of this rank.
 
-    `keys`: sharded names of the TransformerEngine spec ("te") or of the local one; `mtp_layers`: of multi-token
-    prediction, which are like the last one of the others.
+    Args:
+        keys: Sharded names of the TransformerEngine spec ("te") or of the local spec ("local").
+        mtp_layers: Number of multi-token prediction layers, which have the structure of the last decoder layer.
     """
-    wanted = settings(hf)
-    mla = "kv_lora_rank" in wanted.config
+    peer_settings = settings(hf)
+    mla = "kv_lora_rank" in peer_settings.config
     config = (MLATransformerConfig if mla else TransformerConfig)(
         tensor_model_parallel_size=layout.tp,
         pipeline_model_parallel_size=layout.pp,
@@ -93,9 +94,9 @@ def build(hf, padded_vocab: int, layout: Layout, keys: str = "te", mtp_layers: i
         params_dtype=torch.float32,
         pipeline_dtype=torch.float32,
         **ON_CPU,
-        **wanted.config,
+        **peer_settings.config,
     )
-    for name, value in wanted.attributes.items():
+    for name, value in peer_settings.attributes.items():
         setattr(config, name, value)
     spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization=config.normalization)
     if config.sequence_parallel or config.layernorm_zero_centered_gamma:
@@ -115,20 +116,20 @@ def build(hf, padded_vocab: int, layout: Layout, keys: str = "te", mtp_layers: i
         pre_process=parallel_state.is_pipeline_first_stage(),
         post_process=parallel_state.is_pipeline_last_stage(),
         mtp_block_spec=get_gpt_mtp_block_spec(config, spec, use_transformer_engine=False) if mtp_layers else None,
-        **wanted.model,
+        **peer_settings.model,
     )
     if config.num_moe_experts and config.add_bias_linear:
         for name, module in model.named_modules():
             if ".local_experts." in name and name.endswith("linear_fc2"):
-                # MLP adds the bias in place, which autograd refuses on an output that is a view.
+                # MLP adds the bias in place, which autograd does not allow on an output that is a view.
                 module.register_forward_hook(lambda module, args, output: (output[0].clone(), output[1]))
-    if wanted.embedding_scale is not None and model.pre_process:
-        model.embedding.register_forward_hook(lambda module, args, output: output * wanted.embedding_scale)
+    if peer_settings.embedding_scale is not None and model.pre_process:
+        model.embedding.register_forward_hook(lambda module, args, output: output * peer_settings.embedding_scale)
     return model
 
 
 def reject_wrong_gradients(config) -> None:
-    """Layouts in which the local spec trains, but not the model that one rank trains (measured)."""
+    """Raises for layouts on which the local spec has gradients that differ from the single-rank model (measured)."""
     tp, moe = config.tensor_model_parallel_size, config.num_moe_experts is not None
     if tp == 1:
         return
@@ -139,12 +140,12 @@ def reject_wrong_gradients(config) -> None:
         # Expert biases are marked for the all-reduce of sequence parallelism (tensor_parallel/layers.py).
         raise Unsupported("gradients of biased experts under tensor parallelism")
     if moe and config.expert_model_parallel_size * config.expert_tensor_parallel_size < tp:
-        # Experts that are copied over the tensor ranks are reduced as if they were dense.
+        # Experts that are replicated over tensor ranks are reduced like dense weights.
         raise Unsupported("gradients of experts that are neither split nor distributed over the tensor ranks")
 
 
 def te_keys(mla: bool, moe: bool, attention) -> dict:
-    """Local names of norms -> names in the checkpoints of the TransformerEngine spec, which fuses them into linears."""
+    """Returns checkpoint names of the TransformerEngine spec, which fuses norms into linears, by local norm name."""
     names = {} if mla else {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"}
     if not moe:
         names["pre_mlp_layernorm."] = "mlp.linear_fc1.layer_norm_"
@@ -156,14 +157,14 @@ def te_keys(mla: bool, moe: bool, attention) -> dict:
 
 
 class _LatentCoreAttention(DotProductAttention):
-    """MLASelfAttention passes head sizes that only the attention of TransformerEngine takes."""
+    """Attention that ignores the head sizes passed by MLASelfAttention, which only TransformerEngine accepts."""
 
     def __init__(self, *args, k_channels=None, v_channels=None, **kwargs):
         super().__init__(*args, **kwargs)
 
 
 class RMSNorm(torch.nn.Module):
-    """RMSNorm that may be zero-centred and may run under sequence parallelism; WrappedTorchNorm refuses both."""
+    """RMSNorm with zero-centered weights and sequence parallelism, which WrappedTorchNorm does not support."""
 
     def __init__(self, config, hidden_size, eps=1e-5, **kwargs):
         super().__init__()
@@ -177,7 +178,7 @@ class RMSNorm(torch.nn.Module):
 
 
 class _LayerNorm(RMSNorm):
-    """The same for LayerNorm."""
+    """LayerNorm with the same options."""
 
     def __init__(self, config, hidden_size, eps=1e-5, **kwargs):
         super().__init__(config, hidden_size, eps)
@@ -193,7 +194,7 @@ def _norm(config, hidden_size, eps=1e-5, **kwargs):
 
 
 class _Norm:
-    """`build_module` wants a class."""
+    """Norm of the configured kind, as a class because `build_module` expects one."""
 
     def __new__(cls, **kwargs):
         return _norm(**kwargs)
@@ -213,15 +214,15 @@ def _replace_norms(spec) -> None:
 
 
 def _decoder(hf) -> Settings:
-    """What llama-like models share."""
-    result = _base(hf)
-    _positions(hf, result)
-    _windows(hf, result)
+    """Returns the settings shared by llama-like models."""
+    result = _make_base_settings(hf)
+    _set_positions(hf, result)
+    _set_windows(hf, result)
     return result
 
 
-def _base(hf) -> Settings:
-    """The same without positions."""
+def _make_base_settings(hf) -> Settings:
+    """Returns the llama-like settings without positions and sliding window."""
     head_dim = getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads
     return Settings(
         config={
@@ -234,7 +235,7 @@ def _base(hf) -> Settings:
             "layernorm_epsilon": hf.rms_norm_eps,
             "normalization": "RMSNorm",
             "gated_linear_unit": True,
-            "activation_func": _activation(hf.hidden_act),
+            "activation_func": _get_activation(hf.hidden_act),
             "add_bias_linear": False,
         },
         model={
@@ -244,14 +245,14 @@ def _base(hf) -> Settings:
     )
 
 
-def _activation(name: str):
+def _get_activation(name: str):
     if name not in ACTIVATIONS:
         raise Unsupported(f"activation {name}")
     return ACTIVATIONS[name]
 
 
-def _positions(hf, result: Settings) -> None:
-    """Rotary embedding outside of MLA."""
+def _set_positions(hf, result: Settings) -> None:
+    """Sets the rotary embedding, except for MLA."""
     rope = hf.rope_parameters
     kind = rope.get("rope_type", "default")
     model = result.model
@@ -261,7 +262,7 @@ def _positions(hf, result: Settings) -> None:
     if kind == "linear":
         model["seq_len_interpolation_factor"] = rope["factor"]
     elif kind == "llama3":
-        # Only the factor is an argument; the rest is written into rotary_pos_embedding.py (_apply_scaling).
+        # Only the factor is an argument; the rest is hard-coded in rotary_pos_embedding.py (_apply_scaling).
         fixed = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
         if any(rope[name] != value for name, value in fixed.items()):
             raise Unsupported(f"llama3 rope other than {fixed}")
@@ -280,7 +281,7 @@ def _yarn(hf) -> dict:
     mscale, mscale_all_dim = rope.get("mscale"), rope.get("mscale_all_dim")
     if rope.get("attention_factor") is not None or (mscale_all_dim and not mscale):
         raise Unsupported("yarn with attention_factor, or with mscale_all_dim alone")
-    both = bool(mscale and mscale_all_dim)  # else transformers scales by the factor alone
+    both = bool(mscale and mscale_all_dim)  # otherwise transformers scales by the factor alone
     return {
         "rotary_scaling_factor": rope["factor"],
         "original_max_position_embeddings": rope["original_max_position_embeddings"],
@@ -291,8 +292,8 @@ def _yarn(hf) -> dict:
     }
 
 
-def _windows(hf, result: Settings) -> None:
-    """Sliding window: transformers counts the token itself, megatron-core does not."""
+def _set_windows(hf, result: Settings) -> None:
+    """Sets the sliding window: transformers counts the token itself, megatron-core does not."""
     window = getattr(hf, "sliding_window", None)
     types = getattr(hf, "layer_types", None)
     slides = [kind == "sliding_attention" for kind in types] if types else [bool(window)] * hf.num_hidden_layers
@@ -302,7 +303,9 @@ def _windows(hf, result: Settings) -> None:
             result.config["window_attn_skip_freq"] = [int(slide) for slide in slides]
 
 
-def _experts(result: Settings, *, count: int, ffn: int, top_k: int, sparse: list[bool] | None = None, **more) -> None:
+def _set_experts(
+    result: Settings, *, count: int, ffn: int, top_k: int, sparse: list[bool] | None = None, **more
+) -> None:
     result.config |= {
         "num_moe_experts": count,
         "moe_ffn_hidden_size": ffn,
@@ -353,7 +356,7 @@ def _sparse_layers(hf) -> list[bool]:
 
 def _qwen3_moe(hf) -> Settings:
     result = _qwen3(hf)
-    _experts(
+    _set_experts(
         result,
         count=hf.num_experts,
         ffn=hf.moe_intermediate_size,
@@ -367,7 +370,7 @@ def _qwen3_moe(hf) -> Settings:
 def _qwen2_moe(hf) -> Settings:
     result = _decoder(hf)
     result.config["add_qkv_bias"] = hf.qkv_bias
-    _experts(
+    _set_experts(
         result,
         count=hf.num_experts,
         ffn=hf.moe_intermediate_size,
@@ -382,7 +385,7 @@ def _qwen2_moe(hf) -> Settings:
 
 def _mixtral(hf) -> Settings:
     result = _decoder(hf)
-    _experts(result, count=hf.num_local_experts, ffn=hf.intermediate_size, top_k=hf.num_experts_per_tok)
+    _set_experts(result, count=hf.num_local_experts, ffn=hf.intermediate_size, top_k=hf.num_experts_per_tok)
     return result
 
 
@@ -397,13 +400,13 @@ def _gpt_oss(hf) -> Settings:
     }
     if hf.swiglu_alpha != 1.702 or not hf.attention_bias:
         raise Unsupported("swiglu_alpha is the constant 1.702 of quick_gelu, and add_bias_linear covers attention too")
-    _experts(result, count=hf.num_local_experts, ffn=hf.intermediate_size, top_k=hf.num_experts_per_tok)
+    _set_experts(result, count=hf.num_local_experts, ffn=hf.intermediate_size, top_k=hf.num_experts_per_tok)
     return result
 
 
 def _deepseek(hf) -> Settings:
-    """Multi-latent attention, shared experts, dense layers first."""
-    result = _base(hf)
+    """Returns the settings of multi-latent attention and shared experts, with dense layers first."""
+    result = _make_base_settings(hf)
     rope = hf.rope_parameters
     kind = rope.get("rope_type", "default")
     if hf.attention_bias:
@@ -420,7 +423,7 @@ def _deepseek(hf) -> Settings:
         "qk_layernorm": True,
         "rotary_base": rope["rope_theta"],
         "rope_type": "rope",
-        # Also read for plain rope, by the scale of the softmax.
+        # The softmax scale reads this also for plain rope.
         "rotary_scaling_factor": 1.0,
     }
     if kind == "yarn":
@@ -428,7 +431,7 @@ def _deepseek(hf) -> Settings:
     elif kind != "default":
         raise Unsupported(f"rope type {kind} with MLA")
     result.model["position_embedding_type"] = "rope"
-    _experts(
+    _set_experts(
         result,
         count=hf.n_routed_experts,
         ffn=hf.moe_intermediate_size,
@@ -474,7 +477,7 @@ def _phi3(hf) -> Settings:
 
 
 def _gemma(hf) -> Settings:
-    """Zero-centred norms and scaled embeddings, which the local spec lacks, come from this module."""
+    """Returns settings with zero-centered norms and scaled embeddings; this module adds both to the local spec."""
     result = _decoder(hf)
     if hf.attention_bias:
         raise Unsupported("attention_bias: its bias of o_proj has no switch of its own")
@@ -496,7 +499,7 @@ def _gpt2(hf) -> Settings:
             "kv_channels": hf.n_embd // hf.n_head,
             "layernorm_epsilon": hf.layer_norm_epsilon,
             "normalization": "LayerNorm",
-            "activation_func": _activation(hf.activation_function),
+            "activation_func": _get_activation(hf.activation_function),
             "add_bias_linear": True,
         },
         model={
@@ -522,7 +525,7 @@ def _gpt_neox(hf) -> Settings:
             "kv_channels": hf.hidden_size // hf.num_attention_heads,
             "layernorm_epsilon": hf.layer_norm_eps,
             "normalization": "LayerNorm",
-            "activation_func": _activation(hf.hidden_act),
+            "activation_func": _get_activation(hf.hidden_act),
             "add_bias_linear": True,
         },
         model={
@@ -530,7 +533,7 @@ def _gpt_neox(hf) -> Settings:
             "share_embeddings_and_output_weights": hf.tie_word_embeddings,
         },
     )
-    _positions(hf, result)
+    _set_positions(hf, result)
     return result
 
 
@@ -547,7 +550,7 @@ def _starcoder2(hf) -> Settings:
             "kv_channels": hf.hidden_size // hf.num_attention_heads,
             "layernorm_epsilon": hf.norm_epsilon,
             "normalization": "LayerNorm",
-            "activation_func": _activation(hf.hidden_act),
+            "activation_func": _get_activation(hf.hidden_act),
             "add_bias_linear": True,
         },
         model={
@@ -555,8 +558,8 @@ def _starcoder2(hf) -> Settings:
             "share_embeddings_and_output_weights": hf.tie_word_embeddings,
         },
     )
-    _positions(hf, result)
-    _windows(hf, result)
+    _set_positions(hf, result)
+    _set_windows(hf, result)
     return result
 
 
@@ -585,9 +588,9 @@ REASONS = {
 
 
 def megatron_args(hf, padded_vocab: int, layout: Layout) -> argparse.Namespace:
-    """The `args` that Megatron-LM would store beside this model, as far as a converter could read them."""
-    wanted = settings(hf)
-    config, model = wanted.config, wanted.model
+    """Returns the `args` that Megatron-LM would store with this model, as far as a converter may read them."""
+    peer_settings = settings(hf)
+    config, model = peer_settings.config, peer_settings.model
     mla = "kv_lora_rank" in config
     window = config.get("window_size")
     values = {

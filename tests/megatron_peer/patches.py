@@ -1,7 +1,7 @@
-"""What megatron-core 0.16.1 needs to run on CPU over gloo, without TransformerEngine.
+"""Patches to run megatron-core 0.16.1 on CPU over gloo, without TransformerEngine.
 
-`patch_torch()` must run before the first import of megatron, `patch_megatron()` after it. Both change torch for the
-whole process: call them in a process of its own, never in the test runner.
+`patch_torch()` must run before the first import of megatron, `patch_megatron()` after it. Both change torch globally:
+call them in a separate process, never in the test runner.
 """
 
 import contextlib
@@ -11,7 +11,7 @@ import torch
 
 
 class NullStream:
-    """Stands for torch.cuda.Stream and torch.cuda.Event."""
+    """Placeholder of torch.cuda.Stream and torch.cuda.Event."""
 
     def __init__(self, *args, **kwargs):
         pass
@@ -30,7 +30,7 @@ class NullStream:
 
 
 def patch_torch() -> None:
-    """Answer the torch.cuda calls of megatron-core on the CPU."""
+    """Replaces the torch.cuda functions that megatron-core calls with CPU versions."""
     cuda, cpu = torch.cuda, torch.device("cpu")
     cuda.current_device = lambda: cpu
     # One function object per name: torch._dynamo refuses an object that is registered under two names.
@@ -52,7 +52,7 @@ def patch_torch() -> None:
     torch.Tensor.cuda = lambda self, *args, **kwargs: self
     torch.nn.Module.cuda = lambda self, *args, **kwargs: self
 
-    # Masks, schedules and the optimizer name device="cuda" literally.
+    # Masks, schedules and the optimizer pass device="cuda" literally.
     for name in ("zeros", "ones", "empty", "full", "tensor", "arange", "zeros_like", "empty_like", "randn"):
         setattr(torch, name, _without_cuda(getattr(torch, name)))
 
@@ -60,8 +60,8 @@ def patch_torch() -> None:
     tensor_type = torch.Tensor.type
 
     def type_with_cuda(self, *args, **kwargs):
-        answer = tensor_type(self, *args, **kwargs)
-        return answer if args or kwargs else answer.replace("torch.", "torch.cuda.", 1)
+        type_name = tensor_type(self, *args, **kwargs)
+        return type_name if args or kwargs else type_name.replace("torch.", "torch.cuda.", 1)
 
     torch.Tensor.type = type_with_cuda
 
@@ -76,31 +76,31 @@ def _without_cuda(factory):
 
 
 def patch_megatron() -> None:
-    """Repair what fails in megatron-core itself without CUDA or TransformerEngine."""
+    """Patches the parts of megatron-core that fail without CUDA or TransformerEngine."""
     from megatron.core.optimizer import distrib_optimizer
     from megatron.core.tensor_parallel import random as tensor_parallel_random
     from megatron.core.transformer import multi_latent_attention
     from megatron.core.transformer.moe import moe_utils, token_dispatcher
 
     tensor_parallel_random._set_cuda_rng_state = lambda *args, **kwargs: None
-    # True although the classes imported beside it are None: isinstance(module, None) follows.
+    # The flag is True although the imported classes are None, which leads to isinstance(module, None).
     multi_latent_attention.HAVE_TE = False
     # Without TransformerEngine the router's gating reads a name that is never defined.
     if not hasattr(moe_utils, "te_general_gemm"):
         moe_utils.te_general_gemm = None
-    # Set only beside a real CUDA stream.
+    # megatron-core sets this event only with a real CUDA stream.
     token_dispatcher.MoEAlltoAllTokenDispatcher.d2h_event = NullStream()
 
-    # Split sizes become lists only when the tokens are on CUDA.
+    # megatron-core converts split sizes to lists only for tokens on CUDA.
     all_to_all_single = torch.distributed.all_to_all_single
 
-    def all_to_all_of_lists(output, input, output_split_sizes=None, input_split_sizes=None, **kwargs):
+    def all_to_all_with_lists(output, input, output_split_sizes=None, input_split_sizes=None, **kwargs):
         sizes = [s.tolist() if torch.is_tensor(s) else s for s in (output_split_sizes, input_split_sizes)]
         return all_to_all_single(output, input, *sizes, **kwargs)
 
-    torch.distributed.all_to_all_single = all_to_all_of_lists
+    torch.distributed.all_to_all_single = all_to_all_with_lists
 
-    # torch's AdamW keeps a 'step' per parameter, which no checkpoint of the distributed optimizer holds.
+    # torch's AdamW has a 'step' per parameter, which checkpoints of the distributed optimizer do not contain.
     def set_loaded_states(self, model_param, tensors):
         group, order = self.model_param_group_index_map[model_param]
         main_param = self.optimizer.param_groups[group]["params"][order]
@@ -112,20 +112,20 @@ def patch_megatron() -> None:
     optimizer = distrib_optimizer.DistributedOptimizer
     optimizer._set_main_param_and_optimizer_states = set_loaded_states
 
-    # Loading hands ONE 'step' tensor to all parameters: each update would then count as many steps as parameters.
+    # Loading shares ONE 'step' tensor among all parameters: each update would then count as many steps as parameters.
     load_state_dict = optimizer.load_state_dict
 
-    def load_with_own_steps(self, state_dict):
+    def load_with_separate_steps(self, state_dict):
         load_state_dict(self, state_dict)
         for state in self.optimizer.state.values():
             state["step"] = state["step"].clone()
 
-    optimizer.load_state_dict = load_with_own_steps
+    optimizer.load_state_dict = load_with_separate_steps
     _write_in_this_process()
 
 
 def _write_in_this_process() -> None:
-    """Write the files of torch_dist without helper processes: starting them takes seconds per save."""
+    """Writes torch_dist files without helper processes, whose start takes seconds per save."""
     from megatron.core.dist_checkpointing.strategies import filesystem_async
 
     writer = filesystem_async.FileSystemWriterAsync

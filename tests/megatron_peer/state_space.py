@@ -1,6 +1,6 @@
-"""What MambaMixer of megatron-core imports of mamba_ssm, whose kernels want a GPU: computed by torch as it is defined.
+"""Reference implementation in torch of the mamba_ssm functions that megatron-core's MambaMixer imports.
 
-`provide_mamba_ssm()` must run before megatron.core.ssm is imported.
+The kernels of mamba_ssm require a GPU. `provide_mamba_ssm()` must run before megatron.core.ssm is imported.
 """
 
 import sys
@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 
 class RMSNormGated(torch.nn.Module):
-    """A norm over each group of `group_size`, of what a gate was applied to."""
+    """RMSNorm over groups of `group_size` channels, after the gate."""
 
     def __init__(self, width, eps, group_size, norm_before_gate, device, dtype):
         super().__init__()
@@ -25,7 +25,7 @@ class RMSNormGated(torch.nn.Module):
 
 
 def mamba_chunk_scan_combined(x, dt, a, b, c, chunk_size, D, dt_bias, dt_softplus, **unused):  # noqa: N803 - theirs
-    """One step after the other: the state fades by exp(dt a) and takes dt x b in, c reads it.
+    """Sequential scan: state = exp(dt a) state + dt x b, output = c state + D x.
 
     Shapes: x [batch, steps, heads, width], dt [batch, steps, heads], a [heads], b and c [batch, steps, groups, state].
     """
@@ -36,19 +36,19 @@ def mamba_chunk_scan_combined(x, dt, a, b, c, chunk_size, D, dt_bias, dt_softplu
     state = x.new_zeros(x.shape[0], *x.shape[2:], b.shape[-1])
     steps = []
     for step in range(x.shape[1]):
-        taken = (dt[:, step, :, None] * x[:, step])[..., None] * b[:, step, :, None]
-        state = state * torch.exp(dt[:, step] * a)[..., None, None] + taken
+        update = (dt[:, step, :, None] * x[:, step])[..., None] * b[:, step, :, None]
+        state = state * torch.exp(dt[:, step] * a)[..., None, None] + update
         steps.append((state * c[:, step, :, None]).sum(-1) + D[:, None] * x[:, step])
     return torch.stack(steps, 1)
 
 
-def not_run(*args, **kwargs):
-    """What is imported for inference, and for the path that `use_mamba_mem_eff_path=False` leaves."""
+def raise_not_implemented(*args, **kwargs):
+    """Placeholder for functions of inference and of the path that `use_mamba_mem_eff_path=False` disables."""
     raise NotImplementedError
 
 
 def provide_mamba_ssm() -> None:
-    """Put the functions where megatron-core looks for them."""
+    """Registers the modules that megatron-core imports."""
     content = {
         "mamba_ssm": (),
         "mamba_ssm.ops": (),
@@ -56,11 +56,11 @@ def provide_mamba_ssm() -> None:
         "mamba_ssm.ops.triton.layernorm_gated": {"RMSNorm": RMSNormGated},
         "mamba_ssm.ops.triton.ssd_combined": {
             "mamba_chunk_scan_combined": mamba_chunk_scan_combined,
-            "mamba_split_conv1d_scan_combined": not_run,
+            "mamba_split_conv1d_scan_combined": raise_not_implemented,
         },
-        # This one imports triton.
+        # The original module imports triton.
         "megatron.core.inference.contexts.attention_context.triton.tensor_ops": dict.fromkeys(
-            ("tensor_get_slice_after", "tensor_masked_update", "tensor_merge"), not_run
+            ("tensor_get_slice_after", "tensor_masked_update", "tensor_merge"), raise_not_implemented
         ),
     }
     for name, values in content.items():

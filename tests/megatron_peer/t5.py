@@ -1,9 +1,8 @@
-"""megatron-core's T5Model loads what was converted: `python -m tests.megatron_peer.t5 HF OUT TP FOLDER...`.
+"""Logits of megatron-core's T5Model with converted weights: `python -m tests.megatron_peer.t5 HF OUT TP FOLDER...`.
 
-HF is a folder of a T5 1.1 or mT5 of transformers, FOLDER the folder of an iteration in `torch_dist` or in the legacy
-format with local names. OUT becomes a safetensors file with the logits of each, `0` and so on, for the entries `ids`,
-`mask` and `decoder_ids` of HF/inputs.safetensors. The last model is saved again by megatron-core, into OUT-core and
-OUT-legacy.
+HF is the folder of a transformers T5 1.1 or mT5, FOLDER an iteration folder in `torch_dist` or in the legacy format
+with local names. OUT is a safetensors file with the logits per FOLDER, `0` and so on, for the inputs `ids`, `mask` and
+`decoder_ids` in HF/inputs.safetensors. megatron-core saves the last model again, into OUT-core and OUT-legacy.
 """
 
 import os
@@ -14,7 +13,7 @@ from pathlib import Path
 warnings.filterwarnings("ignore")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["HF_HUB_OFFLINE"] = "1"
-# Activations are wrapped in torch.compile, which would take longer than all the rest.
+# Compiling the activations, which are wrapped in torch.compile, would dominate the run time.
 os.environ["TORCHDYNAMO_DISABLE"] = "1"
 
 import torch  # noqa: E402
@@ -41,7 +40,7 @@ PADDED = 256
 
 
 class BiasedAttention(DotProductAttention):
-    """Attention whose scores get a bias, which only that of TransformerEngine takes: masked entries are True."""
+    """Attention with a score bias, as in TransformerEngine's attention; masked entries are True."""
 
     def forward(self, query, key, value, attention_mask, attn_mask_type=None, attention_bias=None, **unused):
         scores = torch.einsum("qbhd,kbhd->bhqk", query, key) * self.softmax_scale
@@ -97,16 +96,16 @@ def build(hf) -> T5Model:
 
 
 def run(hf: str, out: str, folders: list[str]) -> None:
-    inputs, found = load_file(Path(hf) / "inputs.safetensors"), {}
+    inputs, outputs = load_file(Path(hf) / "inputs.safetensors"), {}
     hidden = inputs["mask"][:, None, None, :] == 0
     for index, folder in enumerate(folders):
         model = build(AutoConfig.from_pretrained(hf))
         load(model, Path(folder))
         with torch.no_grad():
-            found[str(index)] = model(inputs["ids"], inputs["decoder_ids"], hidden, None, hidden).contiguous()
+            outputs[str(index)] = model(inputs["ids"], inputs["decoder_ids"], hidden, None, hidden).contiguous()
     save(model, Path(f"{out}-core"), Path(f"{out}-legacy"))
     if dist.get_rank() == 0:
-        save_file(found, out)
+        save_file(outputs, out)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Runs a list of tasks on real megatron-core: `python -m tests.megatron_peer.tasks JOB.json`. The format: README.md."""
+"""Runner of tasks on real megatron-core: `python -m tests.megatron_peer.tasks JOB.json`. README.md has the format."""
 
 import contextlib
 import ctypes
@@ -18,7 +18,7 @@ from pathlib import Path
 warnings.filterwarnings("ignore")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["HF_HUB_OFFLINE"] = "1"
-# Activations are wrapped in torch.compile, which would take longer than all the rest.
+# Compiling the activations, which are wrapped in torch.compile, would dominate the run time.
 os.environ["TORCHDYNAMO_DISABLE"] = "1"
 
 import torch  # noqa: E402
@@ -35,13 +35,20 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from safetensors.torch import load_file, save_file  # noqa: E402
 from transformers import AutoConfig  # noqa: E402
 
-from tests.megatron_peer.models import Layout, Unsupported, build, megatron_args, reject_wrong_gradients, settings  # noqa: E402
+from tests.megatron_peer.models import (  # noqa: E402
+    Layout,
+    Unsupported,
+    build,
+    megatron_args,
+    reject_wrong_gradients,
+    settings,
+)
 
 patch_megatron()
 
 CHECKPOINT_VERSION = 3.0
 COLLECTIVE_TIMEOUT = timedelta(seconds=120)
-VOTE_TIMEOUT = timedelta(seconds=10)  # for the end of the others after a failure
+VOTE_TIMEOUT = timedelta(seconds=10)  # for the other ranks to end after a failure
 LAUNCH_TIMEOUT = 300  # seconds
 
 
@@ -49,7 +56,7 @@ LAUNCH_TIMEOUT = 300  # seconds
 
 
 class Session:
-    """A model under the layout of this launch."""
+    """Model parallelized with the layout of this launch."""
 
     def __init__(self, task: dict, layout: Layout):
         self.layout = layout
@@ -63,12 +70,12 @@ class Session:
         self.stage = parallel_state.get_pipeline_model_parallel_rank()
 
     def metadata(self, **more) -> dict:
-        # Without the group, replica ids cannot be computed.
+        # The group is needed to compute replica ids.
         group = parallel_state.get_data_parallel_group(with_context_parallel=True)
         return {"dp_cp_group": group, "non_homogeneous_layers": not self.homogeneous, **more}
 
     def matching(self, directory: str) -> dict:
-        """Whether the layers of a checkpoint have keys of their own."""
+        """Returns the metadata that matches a checkpoint: whether each layer has separate keys."""
         names = dist_checkpointing.load_tensors_metadata(directory)
         return {"non_homogeneous_layers": any(re.match(r"decoder\.layers\.\d+\.", name) for name in names)}
 
@@ -77,22 +84,22 @@ class Session:
 
     @torch.no_grad()
     def randomize(self, seed: int = 0) -> None:
-        """The same values under every layout: each tensor is cut from a global one that its key seeds."""
+        """Sets layout-independent values: each shard is a slice of a global tensor seeded by its key."""
         zero_centered = self.model.config.layernorm_zero_centered_gamma
-        for shard in tensors_of(self.sharded()):
+        for shard in list_sharded_tensors(self.sharded()):
             key = shard.key
             unsharded = torch.randn(shard.global_shape, generator=generator(f"{seed} {key}"))
-            cut = tuple(
+            shard_slices = tuple(
                 slice(offset, offset + size)
-                for offset, size in zip(shard.global_offset, shard_shape(shard), strict=True)
+                for offset, size in zip(shard.global_offset, get_shard_shape(shard), strict=True)
             )
             is_norm = "norm" in key and key.endswith("weight")
             vector = is_norm or key.endswith(("bias", "softmax_offset"))
-            values = unsharded[cut].reshape(shard.data.shape) * (0.1 if vector else 0.05)
+            values = unsharded[shard_slices].reshape(shard.data.shape) * (0.1 if vector else 0.05)
             shard.data.copy_(values + float(is_norm and not zero_centered))
 
     def load(self, directory: str, form: str = "torch_dist") -> None:
-        """Strictly: no missing key, no surplus one in the model."""
+        """Loads strictly: missing or unexpected keys raise."""
         if form == "legacy":
             state = torch.load(legacy_file(directory, self.layout), weights_only=False)["model"]
         else:
@@ -107,15 +114,15 @@ class Session:
             self.randomize(task.get("seed", 0))
 
     def logits(self, ids: torch.Tensor) -> torch.Tensor | None:
-        """[batch, sequence, vocabulary] on the last stage, without the padded columns; None elsewhere."""
+        """Returns [batch, sequence, vocabulary] on the last stage, without padded columns; None on other stages."""
         batch, length = ids.shape
         positions = torch.arange(length)[None].expand(batch, -1)
         group = parallel_state.get_pipeline_model_parallel_group()
         ranks = dist.get_process_group_ranks(group)
         with torch.no_grad():
             if self.stage > 0:
-                rows = length // self.layout.tp if self.layout.sp else length
-                hidden = torch.empty(rows, batch, self.model.config.hidden_size)
+                sequence_length = length // self.layout.tp if self.layout.sp else length
+                hidden = torch.empty(sequence_length, batch, self.model.config.hidden_size)
                 dist.recv(hidden, ranks[self.stage - 1])
                 self.model.set_input_tensor(hidden)
             if self.model.config.mtp_num_layers:
@@ -129,30 +136,30 @@ class Session:
         return torch.cat(parts, -1)[..., : self.vocab].contiguous()
 
     def mtp_logits(self, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """[1 + depth, batch, sequence, vocabulary] of one rank: the model's, then those of each further token."""
-        seen: list[torch.Tensor] = []
-        # The loss is computed in place of them (tensor_parallel/cross_entropy.py).
-        hook = self.model.output_layer.register_forward_hook(lambda module, args, out: seen.append(out[0].clone()))
+        """Returns [1 + depth, batch, sequence, vocabulary] on a single rank: main logits, then each MTP depth."""
+        outputs: list[torch.Tensor] = []
+        # Cloned, since the loss overwrites the logits in place (tensor_parallel/cross_entropy.py).
+        hook = self.model.output_layer.register_forward_hook(lambda module, args, out: outputs.append(out[0].clone()))
         self.model(ids, positions, None, labels=ids)
         hook.remove()
-        *further, own = seen
-        return torch.stack([own, *further]).transpose(1, 2)[..., : self.vocab].contiguous()
+        *mtp_outputs, main_logits = outputs
+        return torch.stack([main_logits, *mtp_outputs]).transpose(1, 2)[..., : self.vocab].contiguous()
 
 
-def tensors_of(state) -> list[ShardedTensor]:
-    """Every ShardedTensor of a sharded state dict; a factory gives views into its tensor."""
-    found = []
+def list_sharded_tensors(state) -> list[ShardedTensor]:
+    """Returns every ShardedTensor of a sharded state dict; a factory returns views of its tensor."""
+    tensors = []
     for value in state.values() if isinstance(state, dict) else state:
         if isinstance(value, ShardedTensorFactory):
-            found += tensors_of(value.build())
+            tensors += list_sharded_tensors(value.build())
         elif isinstance(value, ShardedTensor):
-            found.append(value)
+            tensors.append(value)
         elif isinstance(value, dict | list):
-            found += tensors_of(value)
-    return found
+            tensors += list_sharded_tensors(value)
+    return tensors
 
 
-def shard_shape(shard: ShardedTensor) -> tuple[int, ...]:
+def get_shard_shape(shard: ShardedTensor) -> tuple[int, ...]:
     return (1,) * shard.prepend_axis_num + tuple(shard.local_shape)
 
 
@@ -161,7 +168,7 @@ def generator(text: str) -> torch.Generator:
 
 
 def legacy_file(directory: str, layout: Layout) -> Path:
-    """The file of this rank: iter_0000001/mp_rank_TT[_PPP][_EEE]/model_optim_rng.pt."""
+    """Returns the file of this rank: iter_0000001/mp_rank_TT[_PPP][_EEE]/model_optim_rng.pt."""
     name = f"mp_rank_{parallel_state.get_tensor_model_parallel_rank():02d}"
     if layout.pp > 1:
         name += f"_{parallel_state.get_pipeline_model_parallel_rank():03d}"
@@ -173,7 +180,7 @@ def legacy_file(directory: str, layout: Layout) -> Path:
     return root / folder / name / "model_optim_rng.pt"
 
 
-def on_rank_zero(write) -> None:
+def run_on_rank_zero(write) -> None:
     if dist.get_rank() == 0:
         write()
     dist.barrier()
@@ -188,7 +195,7 @@ def input_ids(task: dict) -> torch.Tensor:
 
 
 def write_tensors(tensors: dict, path: Path) -> None:
-    """The last pipeline stage has the logits; one of its ranks writes them."""
+    """Writes the tensors on one rank of the last pipeline stage, which has the logits."""
     first_copy = parallel_state.get_data_parallel_rank() == 0 and parallel_state.get_tensor_model_parallel_rank() == 0
     if first_copy and parallel_state.is_pipeline_last_stage():
         save_file(tensors, str(path))
@@ -199,7 +206,7 @@ def write_tensors(tensors: dict, path: Path) -> None:
 
 
 def load_logits(task: dict, layout: Layout, out: Path) -> dict:
-    """Load `load` strictly and write the logits of `ids`."""
+    """Loads `load` strictly and writes the logits of `ids`."""
     session = Session(task, layout)
     session.start(task)
     write_tensors({"logits": session.logits(input_ids(task))}, task_file(task, out))
@@ -207,7 +214,7 @@ def load_logits(task: dict, layout: Layout, out: Path) -> dict:
 
 
 def save(task: dict, layout: Layout, out: Path) -> dict:
-    """Build the model at random or from `load`, write it to `dir` in `format`, and the logits of `ids` if given."""
+    """Builds the model, random or from `load`, saves it to `dir` in `format`, and writes the logits of any `ids`."""
     session = Session(task, layout)
     session.start(task)
     common = {
@@ -218,7 +225,7 @@ def save(task: dict, layout: Layout, out: Path) -> dict:
     common["args"].mtp_num_layers = task.get("mtp_layers")
     if task.get("format", "torch_dist") == "legacy":
         common["args"].ckpt_format = "torch"
-        on_rank_zero(lambda: _write_tracker(Path(task["dir"])))
+        run_on_rank_zero(lambda: _write_tracker(Path(task["dir"])))
         path = legacy_file(task["dir"], layout)
         replicas = parallel_state.get_data_parallel_rank(), parallel_state.get_expert_data_parallel_rank()
         if 0 in replicas:
@@ -226,7 +233,7 @@ def save(task: dict, layout: Layout, out: Path) -> dict:
             torch.save({**common, "model": session.model.state_dict_for_save_checkpoint()}, path)
         dist.barrier()
     else:
-        on_rank_zero(lambda: Path(task["dir"]).mkdir(parents=True))
+        run_on_rank_zero(lambda: Path(task["dir"]).mkdir(parents=True))
         dist_checkpointing.save({**common, "model": session.sharded()}, task["dir"])
     if "ids" in task:
         write_tensors({"logits": session.logits(input_ids(task))}, task_file(task, out))
@@ -239,7 +246,7 @@ def _write_tracker(root: Path) -> None:
 
 
 def train_save(task: dict, layout: Layout, out: Path) -> dict:
-    """Train, write model and optimizer after `steps`, and go on for `resumed_steps` as a resumed run must."""
+    """Trains, saves model and optimizer after `steps`, and trains `resumed_steps` more as the reference of a resume."""
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
     from megatron.core.pipeline_parallel import get_forward_backward_func
@@ -276,14 +283,14 @@ def train_save(task: dict, layout: Layout, out: Path) -> dict:
         [model],
     )
     for group in optimizer.param_groups:
-        # The learning rate schedule of Megatron-LM does this; without one, norms and biases would decay too.
+        # Usually done by Megatron-LM's learning rate scheduler; without it, norms and biases would decay too.
         group["weight_decay"] = hyper["weight_decay"] * group["wd_mult"]
     session.model.config.finalize_model_grads_func = finalize_model_grads
     session.model.config.grad_scale_func = optimizer.scale_loss
     session.model.config.timers = None
 
     def state(is_loading: bool, **layers) -> dict:
-        # As Megatron-LM: keys without the number of the optimizer in the chain.
+        # As in Megatron-LM: keys without the optimizer's index in the chain.
         more = session.metadata(distrib_optim_sharding_type=sharding, chained_optim_avoid_prefix=True, **layers)
         weights = session.model.sharded_state_dict(metadata=more)
         moments = optimizer.sharded_state_dict(weights, is_loading=is_loading, metadata=more)
@@ -301,16 +308,16 @@ def train_save(task: dict, layout: Layout, out: Path) -> dict:
     history = []
 
     def one_step(index: int) -> None:
-        rows = batches[index % len(batches)].chunk(layout.dp)[parallel_state.get_data_parallel_rank()]
-        positions = torch.arange(rows.shape[1])[None].expand_as(rows)
-        labels = rows.roll(-1, 1)
+        samples = batches[index % len(batches)].chunk(layout.dp)[parallel_state.get_data_parallel_rank()]
+        positions = torch.arange(samples.shape[1])[None].expand_as(samples)
+        labels = samples.roll(-1, 1)
 
         def forward(iterator, module):
             def mean_loss(per_token):
                 loss = per_token[:, :-1].float().mean()
                 return loss, {"loss": loss.detach().clone()}  # the schedule divides `loss` in place
 
-            return module(rows, positions, None, labels=labels), mean_loss
+            return module(samples, positions, None, labels=labels), mean_loss
 
         model.zero_grad_buffer()
         optimizer.zero_grad()
@@ -319,8 +326,8 @@ def train_save(task: dict, layout: Layout, out: Path) -> dict:
             data_iterator=None,
             model=[model],
             num_microbatches=1,
-            seq_length=rows.shape[1],
-            micro_batch_size=rows.shape[0],
+            seq_length=samples.shape[1],
+            micro_batch_size=samples.shape[0],
             forward_only=False,
         )
         _, norm, _ = optimizer.step()
@@ -339,19 +346,27 @@ def train_save(task: dict, layout: Layout, out: Path) -> dict:
             "checkpoint_version": CHECKPOINT_VERSION,
             "iteration": first + steps,
         }
-        on_rank_zero(lambda: Path(task["dir"]).mkdir(parents=True))
+        run_on_rank_zero(lambda: Path(task["dir"]).mkdir(parents=True))
         dist_checkpointing.save({**common, **state(False)}, task["dir"])
     for step in range(first + steps, first + steps + task.get("resumed_steps", 1)):
         one_step(step)
-    # Only the last stage knows the losses.
-    everyone = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, (session.stage, history))
-    history = max(everyone, key=lambda entry: entry[0])[1]
-    return {"steps": history[:steps], "resumed": history[steps:], "optimizer": hyper, "groups": _groups(optimizer)}
+    # Only the last stage has the losses.
+    gathered = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, (session.stage, history))
+    history = max(gathered, key=lambda entry: entry[0])[1]
+    return {
+        "steps": history[:steps],
+        "resumed": history[steps:],
+        "optimizer": hyper,
+        "groups": _describe_groups(optimizer),
+    }
 
 
 def _reject_shifted_buckets(model) -> None:
-    """An embedding shared by two stages has a bucket of its own; megatron-core then saves state from wrong offsets."""
+    """Raises if a bucket before the last is padded: megatron-core then saves optimizer state from wrong offsets.
+
+    This happens if two stages share the embedding, which gets a separate bucket.
+    """
     buffers = model.buffers + model.expert_parallel_buffers
     padded = [bucket.grad_data.numel() != bucket.numel_unpadded for buffer in buffers for bucket in buffer.buckets[:-1]]
     anywhere = torch.tensor(int(any(padded)))
@@ -361,7 +376,7 @@ def _reject_shifted_buckets(model) -> None:
 
 
 def _empty_moments(optimizer) -> None:
-    """megatron-core reads the step from them before it loads, which torch's AdamW has only after one."""
+    """Initializes empty optimizer state: megatron-core reads it on loading, but torch's AdamW creates it lazily."""
     for chained in optimizer.chained_optimizers:
         for group in chained.optimizer.param_groups:
             for parameter in group["params"]:
@@ -373,7 +388,7 @@ def _empty_moments(optimizer) -> None:
 
 
 def _mask_padding(session: Session) -> None:
-    """Keep the padded columns out of the loss, so that it equals that of transformers."""
+    """Masks the logits of padded columns, so that the loss matches transformers."""
     start = parallel_state.get_tensor_model_parallel_rank() * (session.padded_vocab // session.layout.tp)
     padded = torch.arange(start, start + session.padded_vocab // session.layout.tp) >= session.vocab
 
@@ -384,7 +399,7 @@ def _mask_padding(session: Session) -> None:
     session.model.output_layer.register_forward_hook(hide)
 
 
-def _groups(optimizer) -> list[dict]:
+def _describe_groups(optimizer) -> list[dict]:
     plain = (int, float, bool, str, type(None))
     return [
         {name: value for name, value in group.items() if isinstance(value, plain)} | {"tensors": len(group["params"])}
@@ -393,13 +408,13 @@ def _groups(optimizer) -> list[dict]:
 
 
 def keys(task: dict, layout: Layout, out: Path) -> dict:
-    """Sharded keys with global shapes, objects, and the keys of the plain state dict of rank 0."""
+    """Returns sharded keys with global shapes, objects, and the plain state dict keys of every rank."""
     session = Session(task, layout)
     sharded = session.sharded()
     objects = [value for value in sharded.values() if isinstance(value, ShardedObject)]
     state = session.model.state_dict()
-    mine = {
-        "tensors": {shard.key: [list(shard.global_shape), str(shard.dtype)] for shard in tensors_of(sharded)},
+    local_keys = {
+        "tensors": {shard.key: [list(shard.global_shape), str(shard.dtype)] for shard in list_sharded_tensors(sharded)},
         "objects": sorted(value.unique_key for value in objects),
         "sharded_dims": {
             shard.key: [
@@ -407,24 +422,24 @@ def keys(task: dict, layout: Layout, out: Path) -> dict:
                 for axis, count in enumerate(shard.axis_fragmentations or ())
                 if count > 1 and axis >= shard.prepend_axis_num
             ]
-            for shard in tensors_of(sharded)
+            for shard in list_sharded_tensors(sharded)
         },
         "state_dict": {name: list(value.shape) if torch.is_tensor(value) else None for name, value in state.items()},
     }
-    everyone = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, mine)
+    gathered = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, local_keys)
     merged = {part: {} for part in ("tensors", "sharded_dims")}
-    for entry in everyone:
+    for entry in gathered:
         for part in merged:
             merged[part].update(entry[part])
-    merged["objects"] = sorted({name for entry in everyone for name in entry["objects"]})
-    merged["state_dict"] = [entry["state_dict"] for entry in everyone]
+    merged["objects"] = sorted({name for entry in gathered for name in entry["objects"]})
+    merged["state_dict"] = [entry["state_dict"] for entry in gathered]
     merged["args"] = vars(megatron_args(session.hf, session.padded_vocab, layout))
     return merged
 
 
 def supported(task: dict, layout: Layout, out: Path) -> dict:
-    """Only ask whether the peer has this model; no model is built."""
+    """Raises if the peer does not support this model; no model is built."""
     settings(AutoConfig.from_pretrained(task["hf"]))
     return {}
 
@@ -436,7 +451,7 @@ TASKS = {task.__name__: task for task in (load_logits, save, train_save, keys, s
 
 
 def run_rank(rank: int, layout: Layout, tasks: list[dict], out: Path, meeting: Path) -> None:
-    """One rank of one launch; its results go to a file of its own."""
+    """Runs the tasks of a launch on one rank; writes the results to a separate file."""
     torch.set_num_threads(1)
     store = dist.FileStore(str(meeting), layout.world)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=layout.world, timeout=COLLECTIVE_TIMEOUT)
@@ -448,36 +463,36 @@ def run_rank(rank: int, layout: Layout, tasks: list[dict], out: Path, meeting: P
     )
     model_parallel_cuda_manual_seed(1234)
     results = []
-    for number, task in enumerate(tasks):
+    for task_idx, task in enumerate(tasks):
         start = time.time()
         try:
             result = {"ok": True, **TASKS[task["task"]](task, layout, out)}
-        except BaseException as error:  # noqa: BLE001 - the caller reads it; torch's CheckpointException is no Exception
+        except BaseException as error:  # noqa: BLE001 - reported to the caller; CheckpointException is not one
             result = {"ok": False, "error": f"{type(error).__name__}: {error}", "trace": traceback.format_exc()}
         end = time.time()
         results.append({"name": task["name"], "seconds": round(end - start, 3), "end": end, **result})
         (out / f"rank{rank}.json").write_text(json.dumps(results, default=str))
-        if not _agree(store, number, rank, layout.world, result["ok"]):
+        if not _all_ranks_agree(store, task_idx, rank, layout.world, result["ok"]):
             os._exit(1)
     with contextlib.suppress(Exception):
         dist.destroy_process_group()
 
 
-def _agree(store, number: int, rank: int, world: int, ok: bool) -> bool:
-    """Whether all ranks ended the task in the same way: after that, their next collectives match."""
+def _all_ranks_agree(store, number: int, rank: int, world: int, ok: bool) -> bool:
+    """Returns whether all ranks ended the task in the same way, so that their next collectives match."""
     store.set(f"task{number}/{rank}", str(ok))
     names = [f"task{number}/{other}" for other in range(world)]
     try:
         store.wait(names, COLLECTIVE_TIMEOUT if ok else VOTE_TIMEOUT)
-    except RuntimeError:  # the others wait for this rank inside a collective; its end frees them
+    except RuntimeError:  # other ranks are blocked in a collective with this rank; its exit releases them
         return False
     return len({store.get(name) for name in names}) == 1
 
 
 def run_launch(launch: dict, out: Path) -> dict:
-    """Fork the ranks of one launch: they share the imports of this process."""
+    """Forks the ranks of one launch, which share the imports of this process."""
     layout = Layout(**launch["layout"])
-    tasks = [{"name": f"{number}_{task['task']}", **task} for number, task in enumerate(launch["tasks"])]
+    tasks = [{"name": f"{task_idx}_{task['task']}", **task} for task_idx, task in enumerate(launch["tasks"])]
     out.mkdir(parents=True, exist_ok=True)
     start = time.time()
     sys.stdout.flush()
@@ -491,13 +506,13 @@ def run_launch(launch: dict, out: Path) -> dict:
         ranks.append(json.loads(path.read_text()) if path.exists() else [])
         path.unlink(missing_ok=True)
     results = []
-    for number, task in enumerate(tasks):
-        of_ranks = [entries[number] for entries in ranks if number < len(entries)]
-        # The first one to fail has the cause; the others lose their connection to it.
-        failed = min((entry for entry in of_ranks if not entry["ok"]), key=lambda entry: entry["end"], default=None)
-        if len(of_ranks) < layout.world:
+    for task_idx, task in enumerate(tasks):
+        rank_results = [entries[task_idx] for entries in ranks if task_idx < len(entries)]
+        # The first rank to fail has the cause; other ranks then lose the connection to it.
+        failed = min((entry for entry in rank_results if not entry["ok"]), key=lambda entry: entry["end"], default=None)
+        if len(rank_results) < layout.world:
             failed = failed or {"name": task["name"], "ok": False, "error": f"a rank ended early, exit codes {codes}"}
-        results.append(failed or of_ranks[0])
+        results.append(failed or rank_results[0])
     return {"layout": launch["layout"], "seconds": round(time.time() - start, 3), "tasks": results}
 
 
@@ -507,7 +522,7 @@ def _fork(function, *args) -> int:
         return child
     code = 1
     try:
-        # A parent that a test run kills takes its ranks along (prctl PR_SET_PDEATHSIG).
+        # Kills the ranks if a test run kills this parent (prctl PR_SET_PDEATHSIG).
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)
         function(*args)
         code = 0
@@ -520,7 +535,7 @@ def _fork(function, *args) -> int:
 
 
 def _wait(children: list[int]) -> list[int | None]:
-    """Exit codes; kills what is left after the time limit."""
+    """Waits for the children and returns their exit codes; kills remaining ones after the time limit."""
     codes: dict[int, int] = {}
     end = time.time() + LAUNCH_TIMEOUT
     while len(codes) < len(children):

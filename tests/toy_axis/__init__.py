@@ -1,1 +1,1 @@
-"""A parallel axis that the library does not know: this folder, and one line that lists it."""
+"""Custom parallel axis outside of the library: this folder, and one line that registers it."""

@@ -1,7 +1,7 @@
-"""Splits dim 0 of the MLPs' up projections over pairs of dp ranks; each gathers the whole before it multiplies.
+"""Toy axis that shards dim 0 of the MLP up projections over pairs of dp ranks; the forward gathers the full weight.
 
-Both ranks of a pair see other data: the gradient of a part arrives summed over the pair, is halved, and averaged with
-the pairs beside it. All other gradients are summed over the pair as over any dp ranks.
+The ranks of a pair have different samples: the gradient of a local shard is summed over the pair, halved, and averaged
+over the other pairs. All other gradients are reduced over all dp ranks as usual.
 """
 
 from dataclasses import replace
@@ -33,12 +33,12 @@ def install(model, state):
     for name, module in model.named_modules():
         sharding = state.shardings.get(f"{name}.weight")
         if sharding is not None and sharding.style == NAME and module._parameters.get("weight") is not None:
-            module.__class__ = _gathering(type(module), sharding.shape[0], group)
+            module.__class__ = _make_gathering_class(type(module), sharding.shape[0], group)
 
 
-def _gathering(base, rows, group):
+def _make_gathering_class(base, rows, group):
     def weight(module):
-        own = scale_gradient(local_view(module._parameters["weight"]), 1 / PAIR)
-        return gather_from_ranks(own, 0, rows, group, sum_gradient=True)
+        local = scale_gradient(local_view(module._parameters["weight"]), 1 / PAIR)
+        return gather_from_ranks(local, 0, rows, group, sum_gradient=True)
 
     return type(base.__name__, (base,), {"weight": property(weight)})
