@@ -104,12 +104,12 @@ def pytest_collection_modifyitems(config, items):
         left_out |= {item for item in items if item.get_closest_marker("gpu")}
     if text := config.getoption("slow_part"):
         # Imported late, so that pytest can rewrite the assertions of this plugin.
-        from tests.helpers.costs import parts_of_equal_cost
+        from tests.helpers.costs import split_by_cost
 
         part, parts = _parse_slow_part(text)
         others = [item for item in items if item.get_closest_marker("slow") and item not in left_out]
         # Functions are not split, since their cases share runs.
-        chosen = parts_of_equal_cost(Counter(map(_function_id, others)), parts)[part - 1]
+        chosen = split_by_cost(Counter(map(_function_id, others)), parts)[part - 1]
         left_out |= {item for item in others if _function_id(item) not in chosen}
     items[:] = [item for item in items if item not in left_out]
     config.hook.pytest_deselected(items=list(left_out))

@@ -15,8 +15,8 @@ from typing import Any
 from hf_megatron.compat.instance_patches import INSTANCE_PATCHES
 from hf_megatron.compat.patch_registry import Patch
 from hf_megatron.integrations.patch_table import PATCHES, PATTERNS
-from tests.helpers.loop_patterns import table
-from tests.matrix import table as versions
+from tests.helpers.loop_patterns import render_table
+from tests.matrix import render_table as versions
 from tests.structure import ROOT
 
 
@@ -93,12 +93,12 @@ def gpu_status() -> str:
 
 PARTS: dict[str, dict[str, Callable[[], str]]] = {
     "docs/patches.md": {"patches": patches, "instance patches": render_instance_patches},
-    "docs/surface.md": {"habits": table},
+    "docs/surface.md": {"habits": render_table},
     "docs/versions.md": {"versions": versions},
 }
 
 
-def generated(page: str) -> str:
+def render_page(page: str) -> str:
     """Returns the text of a page with updated generated parts."""
     text = (ROOT / page).read_text(encoding="utf-8")
     for name, part in PARTS[page].items():
@@ -111,4 +111,4 @@ def generated(page: str) -> str:
 
 if __name__ == "__main__":
     for page in PARTS:
-        (ROOT / page).write_text(generated(page), encoding="utf-8")
+        (ROOT / page).write_text(render_page(page), encoding="utf-8")

@@ -113,7 +113,7 @@ def prepare_environment(name: str, folder: Path) -> Path:
     return python
 
 
-def run(name: str, folder: Path, minutes: float, workers: int) -> dict[str, object]:
+def run_combination(name: str, folder: Path, minutes: float, workers: int) -> dict[str, object]:
     """Runs the remaining tests of a combination; returns its table row."""
     python = prepare_environment(name, folder)
     log = folder / f"{name}.jsonl"
@@ -140,14 +140,14 @@ def run(name: str, folder: Path, minutes: float, workers: int) -> dict[str, obje
     }
 
 
-def recorded() -> dict[str, dict]:
+def load_rows() -> dict[str, dict]:
     """Returns the recorded table row of each combination."""
     return json.loads(DATA.read_text(encoding="utf-8")) if DATA.exists() else {}
 
 
-def table() -> str:
+def render_table() -> str:
     """Renders the combinations and their counts as Markdown, then the failed tests."""
-    rows = recorded()
+    rows = load_rows()
     names = ("python", *NEWEST)
     lines = [
         f"| combination | {' | '.join(names)} | run | passed | skipped | failed |",
@@ -181,8 +181,8 @@ def main() -> None:
     folder = arguments.folder.resolve()
     folder.mkdir(parents=True, exist_ok=True)
     for name in arguments.combinations or COMBINATIONS:
-        row = run(name, folder, arguments.minutes, arguments.workers)
-        rows = recorded() | {name: row}
+        row = run_combination(name, folder, arguments.minutes, arguments.workers)
+        rows = load_rows() | {name: row}
         ordered = {key: rows[key] for key in COMBINATIONS if key in rows}
         DATA.write_text(json.dumps(ordered, indent=2) + "\n", encoding="utf-8")
         print(name, row["passed"], "passed", len(row["failed"]), "failed", "of", row["first tier"], flush=True)

@@ -7,7 +7,7 @@ from pathlib import Path
 README = Path(__file__).parent.parent / "README.md"
 
 
-def readme_command(name: str) -> str:
+def find_readme_command(name: str) -> str:
     """Returns the shell block after `<!-- command: NAME -->` in README."""
     text = README.read_text(encoding="utf-8")
     match = re.search(rf"<!-- command: {name} -->\n```bash\n(.*?)```", text, re.DOTALL)
@@ -17,4 +17,4 @@ def readme_command(name: str) -> str:
 
 
 if __name__ == "__main__":
-    print(readme_command(sys.argv[1]))
+    print(find_readme_command(sys.argv[1]))

@@ -41,7 +41,7 @@ ORDER = (
 )
 
 
-def files() -> dict[str, Path]:
+def list_files() -> dict[str, Path]:
     """Returns the files of the library by module name."""
     modules = {}
     for folder, prefix in ((PACKAGE, PACKAGE), *((name, f"{PACKAGE}.{name}") for name in sorted(MAPPED))):
@@ -51,23 +51,23 @@ def files() -> dict[str, Path]:
     return modules
 
 
-def room(module: str) -> str:
+def component_name(module: str) -> str:
     """Returns the component of a module: its top-level folder or file in the package."""
     parts = module.split(".")
     return parts[1] if len(parts) > 1 else "__init__"
 
 
-def public_names() -> dict[str, list[str]]:
+def list_public_names() -> dict[str, list[str]]:
     """Returns the modules that define each public class or function name."""
     modules: dict[str, list[str]] = {}
-    for module, path in files().items():
+    for module, path in list_files().items():
         for node in ast.parse(path.read_text(encoding="utf-8")).body:
             if isinstance(node, (ast.ClassDef, ast.FunctionDef)) and not node.name.startswith("_"):
                 modules.setdefault(node.name, []).append(module)
     return modules
 
 
-def imports(module: str, path: Path, known: set[str]) -> Iterator[str]:
+def find_imports(module: str, path: Path, known: set[str]) -> Iterator[str]:
     """Yields the modules of the library that a file imports, at any place in it."""
     package = module if path.name == "__init__.py" else module.rpartition(".")[0]
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
@@ -87,19 +87,19 @@ def imports(module: str, path: Path, known: set[str]) -> Iterator[str]:
 
 
 def build_import_graph() -> dict[str, set[str]]:
-    modules = files()
+    modules = list_files()
     names = set(modules)
-    return {module: set(imports(module, path, names)) - {module} for module, path in modules.items()}
+    return {module: set(find_imports(module, path, names)) - {module} for module, path in modules.items()}
 
 
-def upward_arrows() -> list[str]:
+def find_upward_imports() -> list[str]:
     """Returns the imports from a component above the importing one."""
     layer = {name: number for number, names in enumerate(ORDER) for name in names}
     place = {name: names.index(name) for names in ORDER for name in names}
     upward = []
     for module, imported in build_import_graph().items():
         for other in imported:
-            source, target = room(module), room(other)
+            source, target = component_name(module), component_name(other)
             if (layer[source], place[source]) > (layer[target], place[target]):
                 upward.append(f"{module} -> {other}")
     return sorted(upward)
@@ -206,7 +206,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--hops", action="store_true", help="train and save a tiny model on two ranks to count frames")
     args = parser.parse_args()
-    metrics: dict[str, object] = {"upward arrows": upward_arrows(), "circles": circles()}
+    metrics: dict[str, object] = {"upward arrows": find_upward_imports(), "circles": circles()}
     if args.hops:
         metrics["hops"] = {name: {"frames": len(frames), "way": frames} for name, frames in hops().items()}
     print(json.dumps(metrics, indent=2))

@@ -40,7 +40,7 @@ def _render_cell(row: Mapping[str, Any] | None) -> str:
     return f"yes ({float(match[1]):.2f})" if match else "yes"
 
 
-def support_table(rows: Iterable[Mapping[str, Any]] | None = None) -> str:
+def render_support_table(rows: Iterable[Mapping[str, Any]] | None = None) -> str:
     """Renders a row per model class and a column per layout, then the split shares and the unsupported layouts."""
     by_class: dict[tuple[str, str], dict[tuple[Any, ...], Mapping[str, Any]]] = defaultdict(dict)
     changed_configs: dict[tuple[str, str], dict[str, list[Mapping[str, Any]]]] = defaultdict(lambda: defaultdict(list))
@@ -110,7 +110,7 @@ def _render_changes(row: Mapping[str, Any]) -> str:
     return ", ".join(f"`{name}={json.dumps(value)}`" for name, value in sorted(row["changes"].items()))
 
 
-def support_summary(rows: Iterable[Mapping[str, Any]] | None = None) -> str:
+def render_support_summary(rows: Iterable[Mapping[str, Any]] | None = None) -> str:
     """Renders the number of passing model classes per layout as a sentence."""
     default_rows = [row for row in (records() if rows is None else rows) if not row["changes"]]
     classes = {(row["model_type"], row["class"]) for row in default_rows}
@@ -122,10 +122,10 @@ def support_summary(rows: Iterable[Mapping[str, Any]] | None = None) -> str:
     )
 
 
-def update(path: Path) -> None:
+def update_page(path: Path) -> None:
     """Updates the table and the summary between the markers of a Markdown file."""
     text = path.read_text(encoding="utf-8")
-    for name, content in (("support table", support_table()), ("support summary", support_summary())):
+    for name, content in (("support table", render_support_table()), ("support summary", render_support_summary())):
         begin, end = (marker.format(name) for marker in _PART)
         before, separator, rest = text.partition(begin)
         if separator:
@@ -135,4 +135,4 @@ def update(path: Path) -> None:
 
 if __name__ == "__main__":
     for argument in sys.argv[1:]:
-        update(Path(argument))
+        update_page(Path(argument))

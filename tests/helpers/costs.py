@@ -114,7 +114,7 @@ def print_summary(path, count=25):
         print(f"      {spent[0]:7.1f} {spent[1]:7.1f} {spent[2]:9.1f}  {name}")
 
 
-def parts_of_equal_cost(functions: Mapping[str, int], parts: int) -> Sequence[set[str]]:
+def split_by_cost(functions: Mapping[str, int], parts: int) -> Sequence[set[str]]:
     """Splits functions into parts of about equal total time.
 
     Args:

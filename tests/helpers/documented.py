@@ -14,7 +14,7 @@ PAGES = (
 _STARTS = ("hf-megatron ", "accelerate launch", "torchrun ", "python ", "python3 ", "pip ", "ruff ")
 
 
-def documented_commands(start: str) -> list[tuple[str, str]]:
+def list_documented_commands(start: str) -> list[tuple[str, str]]:
     """Returns (page, command) of each distinct command that begins with `start`, in code blocks and inline code."""
     pages: dict[str, str] = {}
     for page in PAGES:
@@ -24,7 +24,7 @@ def documented_commands(start: str) -> list[tuple[str, str]]:
     return [(page, command) for command, page in pages.items()]
 
 
-def other_commands() -> list[str]:
+def list_unrecognized_commands() -> list[str]:
     """Returns the lines of shell blocks that begin with none of `_STARTS`."""
     lines = (
         line

@@ -15,26 +15,26 @@ from hf_megatron.testing.check import parse_layouts
 from tests.integration.integrations.trainer.test_trainer import rows
 
 
-def layout(text):
+def parse_layout(text):
     [config] = parse_layouts(text)
     return config
 
 
-def ranks_of(config):
+def count_ranks(config):
     return config.ranks_per_replica * (config.dp_size or 1)
 
 
-def load(path, config=None, **kwargs):
+def load_model(path, config=None, **kwargs):
     return AutoModelForCausalLM.from_pretrained(path, megatron_config=config, **kwargs).train()
 
 
-def batch(seed=0, count=5):
+def make_batch(seed=0, count=5):
     """Returns a batch with unequal numbers of labels per sample; one sample has none."""
     samples = rows(count, seed, length=33)
     return {name: torch.stack([row[name] for row in samples]) for name in ("input_ids", "labels")}
 
 
-def local_samples(model, global_batch):
+def shard_batch(model, global_batch):
     state = parallel_state(model)
     if state is None:
         return global_batch
@@ -47,7 +47,7 @@ def backward(model, seeds=(0,), scale=lambda loss: loss):
     for seed in seeds:
         waits = seed != seeds[-1] and parallel_state(model) is not None and hasattr(model, "no_sync")
         with model.no_sync() if waits else contextlib.nullcontext():
-            loss = model(**local_samples(model, batch(seed))).loss / len(seeds)
+            loss = model(**shard_batch(model, make_batch(seed))).loss / len(seeds)
             scale(loss).backward()
         total += loss.item()
     return total
@@ -62,7 +62,7 @@ def train(model, optimizer, steps=3, first=0, schedulers=()):
             scheduler.step()
 
 
-def weights(model):
+def gather_weights(model):
     """Returns the full weights on tp rank 0 of each dp rank, and nothing on other ranks."""
     state = parallel_state(model)
     if state is None:
@@ -78,22 +78,22 @@ def weights(model):
     return full
 
 
-def snapshot(model):
+def clone_parameters(model):
     return {name: parameter.detach().clone() for name, parameter in local_named_parameters(model)}
 
 
-def unmoved(model, before):
+def parameters_unchanged(model, before):
     """Returns whether the local shard of every parameter equals that in `before`."""
     return all(torch.equal(local_tensor(p.detach()), local_tensor(before[n])) for n, p in local_named_parameters(model))
 
 
 @torch.no_grad()
-def restore(model, values):
+def restore_parameters(model, values):
     for name, parameter in local_named_parameters(model):
         parameter.copy_(values[name])
 
 
-def gradients(model):
+def gather_gradients(model):
     """Returns the reduced gradients of this step, gathered over dp but still sharded over tp."""
     reducer = getattr(getattr(parallel_state(model), "data_parallel", None), "reducer", None)
     if reducer is None:
@@ -102,7 +102,7 @@ def gradients(model):
     return {name: reducer.full_gradient(parameter) for name, parameter in local_named_parameters(model)}
 
 
-def movement_error(found, expected, start):
+def measure_movement_error(found, expected, start):
     """Returns the distance between `found` and `expected`, relative to the distance from `start` to `expected`."""
     apart = sum((found[name].double() - expected[name].double()).pow(2).sum() for name in expected)
     way = sum((expected[name].double() - start[name].double()).pow(2).sum() for name in expected)
@@ -110,19 +110,19 @@ def movement_error(found, expected, start):
     return (apart / way).sqrt().item()
 
 
-def error_of(stories, run, config, sabotage=None, **kwargs):
+def measure_error(stories, run, config, sabotage=None, **kwargs):
     """Returns the largest movement error over dp ranks of `run(model)` relative to the single-process run."""
-    expected = load(stories, **kwargs)
-    start = weights(expected)
+    expected = load_model(stories, **kwargs)
+    start = gather_weights(expected)
     run(expected)
 
     def on_rank():
         if sabotage is not None:
             sabotage()
-        model = load(stories, config, **kwargs)
+        model = load_model(stories, config, **kwargs)
         run(model)
-        return weights(model)
+        return gather_weights(model)
 
-    rank_weights = [full for full in run_ranks(on_rank, ranks_of(config)) if full]
+    rank_weights = [full for full in run_ranks(on_rank, count_ranks(config)) if full]
     assert len(rank_weights) == (config.dp_size or 1)
-    return max(movement_error(full, weights(expected), start) for full in rank_weights)
+    return max(measure_movement_error(full, gather_weights(expected), start) for full in rank_weights)

@@ -36,7 +36,7 @@ _SEEDS = (0, 100, 200)
 WORDS = ("gelu", "relu", "silu")
 
 
-def fields(model_type: str) -> list[str]:
+def list_config_fields(model_type: str) -> list[str]:
     """Returns the config fields specific to a model type, and `tie_word_embeddings`."""
     names = vars(CONFIG_MAPPING[model_type]()).keys() - vars(PreTrainedConfig()).keys()
     return sorted({name for name in names if not name.startswith("_")} | {"tie_word_embeddings"})
@@ -61,7 +61,7 @@ def generate_alternatives(value: Any) -> Iterator[Any]:
         yield from (4, 0.5, True, "gelu")
 
 
-def flip(model_type: str, field: str, *, compares: bool = True) -> dict[str, Any]:
+def flip_field(model_type: str, field: str, *, compares: bool = True) -> dict[str, Any]:
     """Returns the judgment of a tiny model with a changed field; with `compares=False` only the gate's."""
     tiny = tiny_config(CONFIG_MAPPING[model_type]())
     before = getattr(tiny, field)
@@ -116,8 +116,8 @@ def _compare(tiny: PreTrainedConfig, field: str, value: Any, seed: int) -> dict[
 def main(names: list[str]) -> None:
     for model_type in names or TYPES:
         results = {}
-        for field in fields(model_type):
-            results[field] = result = flip(model_type, field)
+        for field in list_config_fields(model_type):
+            results[field] = result = flip_field(model_type, field)
             print(f"{model_type:12} {field:32} {result['judgment']:16} {result['said']}"[:200], flush=True)
         recorded = json.loads(FILE.read_text("utf-8")) if FILE.exists() else {}
         text = json.dumps(recorded | {model_type: results}, indent=1, sort_keys=True, default=str)

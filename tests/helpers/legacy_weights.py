@@ -29,7 +29,9 @@ def model(layers: int = 4, tied: bool = False, **further) -> MegatronModel:
     return MegatronModel({**arguments, **further}, gated=True)
 
 
-def weights(layers: int = 4, tied: bool = False, experts: int = 4, latent: bool = False) -> dict[Key, torch.Tensor]:
+def make_weights(
+    layers: int = 4, tied: bool = False, experts: int = 4, latent: bool = False
+) -> dict[Key, torch.Tensor]:
     """Returns random weights of mixed dtypes, with experts in every second layer."""
     h, f, vocabulary = 16, 8, 24
     shapes: dict[str, tuple[int, ...]] = {"embedding.word_embeddings.weight": (vocabulary, h)}
@@ -84,7 +86,7 @@ def weights(layers: int = 4, tied: bool = False, experts: int = 4, latent: bool 
     }
 
 
-def write(
+def write_checkpoint(
     target: Path, tensors, of: MegatronModel, layout: TargetOptions | None = None, iteration: int | None = 7, **options
 ):
     plan = {key: TensorMeta.of(tensor) for key, tensor in tensors.items()}
@@ -95,7 +97,7 @@ def write(
         writer.finish()
 
 
-def read(source: Path, of: MegatronModel) -> dict[Key, torch.Tensor]:
+def read_checkpoint(source: Path, of: MegatronModel) -> dict[Key, torch.Tensor]:
     with MegatronLegacyReader(source, of) as reader:
         tensors = {key: reader.read(key) for key in reader.entries}
         assert {key: TensorMeta.of(tensor) for key, tensor in tensors.items()} == dict(reader.entries)
@@ -107,7 +109,7 @@ def check_equal(found, expected) -> None:
     assert [str(key) for key in found if not torch.equal(found[key], expected[key])] == []
 
 
-def change(path: Path, edit) -> None:
+def edit_rank_file(path: Path, edit) -> None:
     """Loads a rank's file with torch, applies `edit` to its content and saves it again."""
     content = torch.load(path, weights_only=False)
     edit(content)

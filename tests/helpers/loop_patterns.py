@@ -18,7 +18,7 @@ HEADINGS = {"dp2+zero0": "dp2, stage 0", "dp2": "stage 1", "dp2+zero2": "stage 2
 ALLOWED = ("equal", "refused", "raises alike")
 
 
-def run(layout: str, names: list[str] | None = None, timeout: float = 60.0) -> dict[str, dict]:
+def run_patterns(layout: str, names: list[str] | None = None, timeout: float = 60.0) -> dict[str, dict]:
     """Runs patterns on a layout; returns their judgments with the evidence."""
     from tests.fuzz.cases import simple_case
     from tests.fuzz.patterns import LOOP_PATTERNS
@@ -30,7 +30,7 @@ def run(layout: str, names: list[str] | None = None, timeout: float = 60.0) -> d
     return {case["loop_patterns"][0]: result for case, result in run_cases(cases, timeout)}
 
 
-def recorded() -> dict[str, dict[str, list[str]]]:
+def load_results() -> dict[str, dict[str, list[str]]]:
     """Returns the recorded [judgment, error message if unsupported], by pattern and layout."""
     return json.loads(DATA.read_text(encoding="utf-8")) if DATA.exists() else {}
 
@@ -39,8 +39,8 @@ def record_results(layouts: tuple[str, ...] = LAYOUTS) -> None:
     from tests.fuzz.patterns import LOOP_PATTERNS
 
     for layout in layouts:
-        results = recorded()
-        for name, result in run(layout).items():
+        results = load_results()
+        for name, result in run_patterns(layout).items():
             reason = re.sub(r"\s+", " ", result["worst"])[:160] if result["judgment"] == "refused" else ""
             results.setdefault(name, {})[layout] = [result["judgment"], reason]
             if result["judgment"] not in ALLOWED:
@@ -53,11 +53,11 @@ def record_results(layouts: tuple[str, ...] = LAYOUTS) -> None:
         DATA.write_text("{\n" + lines + "\n}\n", encoding="utf-8")
 
 
-def table() -> str:
+def render_table() -> str:
     """Renders the patterns and their judgments as Markdown, then the reasons of unsupported ones."""
     from tests.fuzz.patterns import LOOP_PATTERNS
 
-    rows = recorded()
+    rows = load_results()
     headings = [HEADINGS.get(layout, layout) for layout in LAYOUTS]
     lines = [f"| a loop | {' | '.join(headings)} |", "|---" * (1 + len(LAYOUTS)) + "|"]
     reasons: dict[str, list[str]] = defaultdict(list)

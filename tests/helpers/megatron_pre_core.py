@@ -80,7 +80,7 @@ def _module(module: Any) -> Module:
     return module.weight.detach(), getattr(module, "bias", None) if module.bias is None else module.bias.detach()
 
 
-def gpt2_parts(model: Any) -> ModelWeights:
+def extract_gpt2_weights(model: Any) -> ModelWeights:
     """Extracts the weights of a GPT2LMHeadModel, whose Conv1D weights are `[in, out]`."""
 
     def transpose(module: Any) -> Module:
@@ -97,7 +97,7 @@ def gpt2_parts(model: Any) -> ModelWeights:
     return ModelWeights(heads, heads, {"word": words, "position": places}, layers, _module(model.transformer.ln_f))
 
 
-def bert_parts(model: Any) -> ModelWeights:
+def extract_bert_weights(model: Any) -> ModelWeights:
     """Extracts the weights of a MegatronBertForPreTraining."""
     layers = []
     for block in model.bert.encoder.layer:
@@ -124,7 +124,7 @@ def bert_parts(model: Any) -> ModelWeights:
     )
 
 
-def llama_parts(model: Any) -> ModelWeights:
+def extract_llama_weights(model: Any) -> ModelWeights:
     """Extracts the weights of a LlamaForCausalLM, whose norms and linears have no biases."""
 
     def weight(module: Any) -> Module:

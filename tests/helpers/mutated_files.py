@@ -30,8 +30,8 @@ from torch import Tensor
 from hf_megatron import MegatronError
 from hf_megatron.conversion import convert
 from hf_megatron.model_cards import MARKER
-from tests.helpers.mutated_sources import Made, Tensors, make_checkpoints, same_tensors, written
-from tests.helpers.mutations import change_tree, cut, flip_bits, move, of_meaning, put_in
+from tests.helpers.mutated_sources import SourceCheckpoint, Tensors, make_checkpoints, tensors_equal, read_converted
+from tests.helpers.mutations import change_tree, truncate, flip_bits, move_bytes, list_format_mutations, insert_bytes
 
 SECONDS, BYTES = 20.0, 2 << 30
 RECORD = "conversion.json"
@@ -57,7 +57,7 @@ class Case:
     verify: bool
 
 
-def drawn(seed: int, number: int, sources: Mapping[str, Made], place: Path) -> Case:
+def make_case(seed: int, number: int, sources: Mapping[str, SourceCheckpoint], place: Path) -> Case:
     """Copies a randomly chosen checkpoint to `place` and damages it."""
     draw = random.Random(f"{seed}/{number}")
     name = draw.choice(sorted(sources))
@@ -79,9 +79,11 @@ def drawn(seed: int, number: int, sources: Mapping[str, Made], place: Path) -> C
         kind = change_tree(draw, place, file, files)
         return Case(name, f"{label}: {kind}", False, to, checksums, verify)
     content = file.read_bytes()
-    format_mutations = of_meaning(file, content)
+    format_mutations = list_format_mutations(file, content)
     change = draw.choice(
-        format_mutations if format_mutations and draw.random() < 0.7 else [flip_bits, cut, put_in, move]
+        format_mutations
+        if format_mutations and draw.random() < 0.7
+        else [flip_bits, truncate, insert_bytes, move_bytes]
     )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -91,7 +93,7 @@ def drawn(seed: int, number: int, sources: Mapping[str, Made], place: Path) -> C
     return Case(name, f"{label}: {change.__name__}", covered, to, checksums, verify)
 
 
-def outcome(case: Case, made: Made, source: Path, target: Path) -> tuple[str, str]:
+def judge_conversion(case: Case, made: SourceCheckpoint, source: Path, target: Path) -> tuple[str, str]:
     """Converts in this process; returns a judgment and its reason."""
     try:
         convert(source, target, case.to, checksums=case.checksums, verify=case.verify)
@@ -101,7 +103,7 @@ def outcome(case: Case, made: Made, source: Path, target: Path) -> tuple[str, st
         return ("unclear", repr(text[:300])) if bad else ("refused", text[:200])
     except BaseException as error:  # noqa: BLE001 - what a user would see as a traceback
         return "raised", f"{type(error).__name__}: {error}"[:300] + traceback.format_exc()[-900:]
-    weights = written(target, case.to)
+    weights = read_converted(target, case.to)
     judgment, reason = judge_weights(case, made, source, weights)
     if judgment in ("same", "followed") and "README.md" not in case.what:
         difference = find_metadata_difference(source, target, weights)
@@ -109,9 +111,9 @@ def outcome(case: Case, made: Made, source: Path, target: Path) -> tuple[str, st
     return judgment, reason
 
 
-def judge_weights(case: Case, made: Made, source: Path, found: Tensors) -> tuple[str, str]:
+def judge_weights(case: Case, made: SourceCheckpoint, source: Path, found: Tensors) -> tuple[str, str]:
     """Compares the written weights with the original ones, and with what another library reads from the source."""
-    same = same_tensors(found, made.expected[case.to])
+    same = tensors_equal(found, made.expected[case.to])
     if case.covered and not same:
         return "wrong", "other weights in spite of a checksum"
     try:
@@ -121,11 +123,11 @@ def judge_weights(case: Case, made: Made, source: Path, found: Tensors) -> tuple
     expected = made.wanted(content, case.to)
     if expected is not None:
         # Another library may miss weights that are still readable.
-        if same or same_tensors(found, expected):
+        if same or tensors_equal(found, expected):
             return ("same" if same else "followed"), ""
         different = [name for name in found if name not in expected or not found[name].equal(expected[name])]
         return "wrong", f"another library reads other weights: {different[:3]} of {len(different)}"
-    if same or all(name in content and same_tensors({name: found[name]}, {name: content[name]}) for name in found):
+    if same or all(name in content and tensors_equal({name: found[name]}, {name: content[name]}) for name in found):
         return "same" if same else "followed", ""
     return "wrong", "other weights, of parts that do not fit together"
 
@@ -189,15 +191,15 @@ def run_in_fork(function: Callable[[], tuple[str, str]]) -> tuple[str, str]:
     return ("hang", f"over {SECONDS:.0f} s") if seconds >= SECONDS else ("died", f"after {seconds:.1f} s")
 
 
-def run_case(seed: int, number: int, sources: Mapping[str, Made], folder: Path) -> tuple[Case, str, str]:
+def run_case(seed: int, number: int, sources: Mapping[str, SourceCheckpoint], folder: Path) -> tuple[Case, str, str]:
     """Returns a case, its judgment and the reason; `folder` is empty before and afterwards."""
     source, target = folder / "source", folder / "target"
-    case = drawn(seed, number, sources, source)
-    judgment, reason = run_in_fork(lambda: outcome(case, sources[case.name], source, target))
+    case = make_case(seed, number, sources, source)
+    judgment, reason = run_in_fork(lambda: judge_conversion(case, sources[case.name], source, target))
     if judgment == "hang":
         # Retried, since a busy machine or a fork of a multithreaded process may hang once.
         shutil.rmtree(target, ignore_errors=True)
-        judgment, reason = run_in_fork(lambda: outcome(case, sources[case.name], source, target))
+        judgment, reason = run_in_fork(lambda: judge_conversion(case, sources[case.name], source, target))
     leftovers = [path.name for path in folder.iterdir() if path.name not in ("source", "target")]
     if leftovers or (judgment == "refused" and target.exists()):
         judgment, reason = "unclear", f"{leftovers or target} was left behind"
@@ -207,7 +209,7 @@ def run_case(seed: int, number: int, sources: Mapping[str, Made], folder: Path) 
     return case, judgment, reason
 
 
-def run(seed: int, cases: int, log: Path, minutes: float) -> collections.Counter[str]:
+def run_cases(seed: int, cases: int, log: Path, minutes: float) -> collections.Counter[str]:
     """Runs the cases missing from the log; returns the judgment counts of all logged cases of this seed."""
     torch.set_num_threads(1)
     rows = [json.loads(line) for line in log.read_text("utf-8").splitlines()] if log.exists() else []
@@ -238,7 +240,7 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=1e9, help="when to stop; --resume goes on")
     parser.add_argument("--resume", type=Path, required=True, metavar="LOG", help="one line of JSON for each case")
     args = parser.parse_args()
-    counts = run(args.seed, args.cases, args.resume, args.minutes)
+    counts = run_cases(args.seed, args.cases, args.resume, args.minutes)
     print(f"{counts.total()} cases: {', '.join(f'{count} {judgment}' for judgment, count in counts.most_common())}")
     sys.exit(any(counts[judgment] for judgment in FINDINGS))
 

@@ -27,7 +27,7 @@ from hf_megatron.conversion.dcp.store_writer import StoreWriter
 from hf_megatron.conversion.interfaces import TargetOptions
 from hf_megatron.conversion.output_folder import Output
 from hf_megatron.core.io.checksums import hash_file
-from tests.helpers.megatron_pre_core import gpt2_parts, write_checkpoint
+from tests.helpers.megatron_pre_core import extract_gpt2_weights, write_checkpoint
 
 Tensors = Mapping[str, Tensor]
 FIRST, STEPS = 1000, 7
@@ -47,7 +47,7 @@ base_model: some/model
 
 
 @dataclass(frozen=True)
-class Made:
+class SourceCheckpoint:
     """Undamaged checkpoint.
 
     Attributes:
@@ -86,7 +86,7 @@ def _flatten_fp32(content: Tensors) -> Tensor:
     return torch.cat([content[name].flatten() for name in sorted(content) if content[name].dtype == torch.float32])
 
 
-def same_tensors(found: Tensors, expected: Tensors) -> bool:
+def tensors_equal(found: Tensors, expected: Tensors) -> bool:
     """Returns whether names, shapes, dtypes and bytes are equal."""
     return found.keys() == expected.keys() and all(
         (found[name].shape, found[name].dtype) == (tensor.shape, tensor.dtype)
@@ -97,7 +97,7 @@ def same_tensors(found: Tensors, expected: Tensors) -> bool:
     )
 
 
-def number(tensors: Tensors, first: int = FIRST) -> int:
+def fill_with_integers(tensors: Tensors, first: int = FIRST) -> int:
     """Fills tensors with consecutive integers, exact in fp32; returns the next integer."""
     for tensor in tensors.values():
         tensor.copy_(torch.arange(first, first + tensor.numel()).view(tensor.shape))
@@ -203,7 +203,7 @@ def _add_unique(found: dict[str, Tensor], name: str, tensor: Tensor) -> None:
     found[name] = tensor
 
 
-def written(path: Path, to: str) -> Tensors:
+def read_converted(path: Path, to: str) -> Tensors:
     """Reads the result of a conversion, without step counts."""
     if to == "dcp":
         return {name: tensor for name, tensor in read_store(path).items() if not name.endswith(".step")}
@@ -230,18 +230,18 @@ WITH_MOMENTS = ("dcp", "sharded", "megatron_core")
 
 
 @torch.no_grad()
-def make_checkpoints(folder: Path) -> dict[str, Made]:
+def make_checkpoints(folder: Path) -> dict[str, SourceCheckpoint]:
     """Writes a tiny Llama in every format, and a GPT-2 in a pre-Megatron-Core format."""
     sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
     model = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2))
     weights = dict(model.named_parameters())
-    next_value = number(weights)
+    next_value = fill_with_integers(weights)
     moments = {
         f"optimizer.state.{name}.{kind}": torch.empty_like(tensor)
         for kind in ("exp_avg", "exp_avg_sq")
         for name, tensor in weights.items()
     }
-    number(moments, next_value)
+    fill_with_integers(moments, next_value)
     model.save_pretrained(folder / "hf", max_shard_size="20KB")
     model.save_pretrained(folder / "hf_one")
     (folder / "hf" / "README.md").write_text(CARD)
@@ -262,18 +262,18 @@ def make_checkpoints(folder: Path) -> dict[str, Made]:
     return {name: _make_source(folder / name, name) for name in PEERS}
 
 
-def _make_source(folder: Path, name: str) -> Made:
+def _make_source(folder: Path, name: str) -> SourceCheckpoint:
     expected = {}
     for to in ("hf", "dcp") if name in WITH_MOMENTS else ("hf",):
         convert(folder, folder.parent / "written", to)
-        expected[to] = written(folder.parent / "written", to)
+        expected[to] = read_converted(folder.parent / "written", to)
         shutil.rmtree(folder.parent / "written")
-    source = Made(folder, PEERS[name], PEERS[name](folder), expected)
+    source = SourceCheckpoint(folder, PEERS[name], PEERS[name](folder), expected)
     for to in expected:
         entries = torch.cat([tensor.flatten() for tensor in expected[to].values()])
         assert entries.unique().numel() == entries.numel() and entries.min() >= FIRST
         tensors = source.wanted(source.content, to)
-        assert tensors is not None and same_tensors(tensors, expected[to]), name
+        assert tensors is not None and tensors_equal(tensors, expected[to]), name
     return source
 
 
@@ -349,9 +349,9 @@ def _split_chunks(folder: Path) -> None:
 
 def _write_pre_core(folder: Path) -> None:
     model = GPT2LMHeadModel(GPT2Config(vocab_size=64, n_embd=32, n_layer=2, n_head=4, n_positions=16))
-    number(dict(model.named_parameters()))
+    fill_with_integers(dict(model.named_parameters()))
     model.save_pretrained(folder / "gpt2")
-    weights = gpt2_parts(model)
+    weights = extract_gpt2_weights(model)
     megatron_args = vars(Namespace(num_layers=2, hidden_size=32, num_attention_heads=4, max_position_embeddings=16))
     write_checkpoint(folder / "before_core", weights, "2021", 2.0, tp=2, args=megatron_args)
     shutil.copy(folder / "gpt2" / "config.json", folder / "before_core")

@@ -48,18 +48,18 @@ def flip_bits(content: bytes, draw: Draw) -> bytes:
     return bytes(changed)
 
 
-def cut(content: bytes, draw: Draw) -> bytes:
+def truncate(content: bytes, draw: Draw) -> bytes:
     offset = draw.choice((0, 1, 7, 8, 9, len(content) // 2, len(content) - 1, draw.randrange(len(content) + 1)))
     return content[: max(offset, 0)]
 
 
-def put_in(content: bytes, draw: Draw) -> bytes:
+def insert_bytes(content: bytes, draw: Draw) -> bytes:
     offset = draw.randrange(len(content) + 1)
     inserted = draw.choice((b"\0", b"\xff" * 9, draw.randbytes(16), content[:64], b"[" * 4000, b"\x80\x04("))
     return content[:offset] + inserted + content[offset:]
 
 
-def move(content: bytes, draw: Draw) -> bytes:
+def move_bytes(content: bytes, draw: Draw) -> bytes:
     size = draw.choice((1, 4, 16, 64, 1024))
     if len(content) < 2 * size:
         return b""
@@ -205,7 +205,7 @@ def change_pickle(content: bytes, draw: Draw) -> bytes:
     if kind == 2:
         nested = b"".join(b"q%ch%c\x86" % (level, level) for level in range(60))
         return content[:-1] + nested + b"."
-    return (flip_bits if kind == 3 else move)(content, draw)
+    return (flip_bits if kind == 3 else move_bytes)(content, draw)
 
 
 def change_archive(content: bytes, draw: Draw) -> bytes:
@@ -225,7 +225,7 @@ def change_archive(content: bytes, draw: Draw) -> bytes:
         other = draw.randrange(len(records))
         records[chosen] = {
             "renamed": (draw.choice((f"{name}x", "../outside", name.upper(), records[other][0])), data),
-            "cut": (name, cut(data, draw)),
+            "cut": (name, truncate(data, draw)),
             "exchanged": (records[other][0], data),
         }.get(kind, (name, (change_pickle if name.endswith(".pkl") else flip_bits)(data, draw)))
         if kind == "left out":
@@ -256,7 +256,7 @@ def change_text(content: bytes, draw: Draw) -> bytes:
     )
 
 
-def of_meaning(file: Path, content: bytes) -> list[Callable[[bytes, Draw], bytes]]:
+def list_format_mutations(file: Path, content: bytes) -> list[Callable[[bytes, Draw], bytes]]:
     """Returns the format-aware mutations of a file."""
     if content[:2] == b"PK" and file.suffix != ".distcp":
         return [change_torch_file, change_torch_file, change_archive]

@@ -9,7 +9,7 @@ from typing import Any
 from hf_megatron.core.fork_harness import run_ranks
 
 
-def in_one_process(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def run_single_process(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Returns the result of `function(*args, **kwargs)` on a single rank, cached if hashable; do not modify it."""
     call = (function, args, tuple(sorted(kwargs.items())))
     try:
@@ -25,12 +25,12 @@ def _run_cached(function: Callable[..., Any], args: tuple, kwargs: tuple) -> Any
     return result
 
 
-def trained_alone(train: Callable[..., Any], path: Path, *args: Any, **kwargs: Any) -> Any:
+def train_single_process(train: Callable[..., Any], path: Path, *args: Any, **kwargs: Any) -> Any:
     """Returns the cached single-process result of `train(path, output, None, *args, **kwargs)`.
 
     The output folder is temporary.
     """
-    return in_one_process(_train_in_temporary_folder, train, path, *args, **kwargs)
+    return run_single_process(_train_in_temporary_folder, train, path, *args, **kwargs)
 
 
 def _train_in_temporary_folder(train: Callable[..., Any], path: Path, *args: Any, **kwargs: Any) -> Any:

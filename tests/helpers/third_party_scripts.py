@@ -98,7 +98,7 @@ class _AddLayout(ast.NodeTransformer):
         self.count += 1
 
 
-def program(script: Path, is_parallelized: bool):
+def compile_script(script: Path, is_parallelized: bool):
     """Compiles a script, unedited or with the import and the argument."""
     tree = ast.parse(script.read_text(encoding="utf-8"))
     if is_parallelized:
@@ -122,7 +122,7 @@ class _Recorder(TrainerCallback):
         self.log.append({n: v for n, v in values.items() if not any(part in n for part in UNEQUAL)})
 
 
-def run(
+def run_and_log(
     script: Path, arguments: list[str], folder: Path, layout=None, launched: bool = False
 ) -> list[dict[str, float]]:
     """Runs a script with command-line `arguments` and returns its log."""
@@ -137,7 +137,7 @@ def run(
         run_script(str(script), arguments, layout)
     else:
         namespace = {"__name__": "__main__", "__file__": str(script), "LAYOUT": layout}
-        exec(program(script, layout is not None), namespace)
+        exec(compile_script(script, layout is not None), namespace)
     return _Recorder.log
 
 
@@ -309,7 +309,9 @@ def relative_difference(name: str, found: float, expected: float) -> float:
     return abs(found - expected) / max(abs(expected), 1.0 if "reward" in name else 1e-2)
 
 
-def compare(script: Path, folder: Path, text: str, expected=None, *, launched: bool = False, flags=(), case=None):
+def compare_layout(
+    script: Path, folder: Path, text: str, expected=None, *, launched: bool = False, flags=(), case=None
+):
     """Compares a run on layout `text` with the single-process run.
 
     Returns:
@@ -321,13 +323,15 @@ def compare(script: Path, folder: Path, text: str, expected=None, *, launched: b
     layouts = {"one": None, text: next(iter(parse_layouts(text)), None)}
     if expected is None:
         output_dir = folder / f"{script.stem}-one{kind}"
-        [log] = run_ranks(run, 1, script, [*make_arguments(case, folder, output_dir, 1), *flags], folder, timeout=600)
+        [log] = run_ranks(
+            run_and_log, 1, script, [*make_arguments(case, folder, output_dir, 1), *flags], folder, timeout=600
+        )
         expected = log, load_weights(output_dir)
     layout = layouts[text]
     output = folder / f"{script.stem}-{text}{kind}{'-launched' * launched}"
     arguments = [*make_arguments(case, folder, output, layout.dp_size or 1), *flags]
     ranks = layout.ranks_per_replica * (layout.dp_size or 1)
-    [layout_log, *_] = run_ranks(run, ranks, script, arguments, folder, layout, launched, timeout=600)
+    [layout_log, *_] = run_ranks(run_and_log, ranks, script, arguments, folder, layout, launched, timeout=600)
     assert [entry.keys() for entry in layout_log] == [entry.keys() for entry in expected[0]], (layout_log, expected[0])
     differences = [
         (relative_difference(name, entry[name], reference[name]), name)
@@ -357,10 +361,10 @@ def main() -> None:
         print(f"| script | layout | numbers | largest difference | of | weights apart | |\n|{'---|' * 7}", flush=True)
         for name in args.scripts.split(","):
             expected = None
-            script = trl_script(name) if name in TRL else args.folder.resolve() / name.partition(":")[0]
+            script = find_trl_script(name) if name in TRL else args.folder.resolve() / name.partition(":")[0]
             for text in (args.layouts or LAYOUTS[name]).split(","):
                 try:
-                    result = compare(script, folder, text, expected, launched=args.launched, case=name)
+                    result = compare_layout(script, folder, text, expected, launched=args.launched, case=name)
                     (worst, value_name), weight_error, count, expected = result
                 except Exception as error:  # noqa: BLE001 - a row of the table
                     print(f"| {name} | {text} | | | | | {type(error).__name__}: {str(error)[-600:]} |", flush=True)
@@ -372,7 +376,7 @@ def main() -> None:
                 )
 
 
-def trl_script(name: str) -> Path:
+def find_trl_script(name: str) -> Path:
     """Returns the path of a script of the installed TRL."""
     return Path(find_spec("trl").origin).parent / "scripts" / name
 

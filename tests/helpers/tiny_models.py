@@ -224,16 +224,16 @@ MULTIMODAL: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def config_of(case: str) -> Any:
+def make_config(case: str) -> Any:
     """Returns the config of a case."""
     model_type, changes = {**FAMILIES, **MULTIMODAL}[case]
     return AutoConfig.for_model(model_type, **copy.deepcopy(changes))
 
 
-def tiny_model(case: str, dtype: torch.dtype = torch.float32) -> Any:
+def build_tiny_model(case: str, dtype: torch.dtype = torch.float32) -> Any:
     """Builds a model with random norms and biases, so that swapped tensors are detected."""
     torch.manual_seed(0)
-    config = config_of(case)
+    config = make_config(case)
     config._attn_implementation = "eager"
     # Only the pretraining class has all modules of Megatron's BERT.
     model_class = AutoModelForPreTraining if config.model_type == "megatron-bert" else AutoModelForCausalLM

@@ -9,16 +9,16 @@ import torch.distributed.checkpoint as dcp
 from hf_megatron import CheckpointError
 
 
-def some(shape, dtype=torch.float32, seed=0) -> torch.Tensor:
+def make_tensor(shape, dtype=torch.float32, seed=0) -> torch.Tensor:
     return (torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * 10).to(dtype)
 
 
-def save(folder: Path, state: dict, **options) -> Path:
+def save_store(folder: Path, state: dict, **options) -> Path:
     dcp.save(state, storage_writer=dcp.FileSystemWriter(folder, **options), no_dist=True)
     return folder
 
 
-def refused(read, *needles: str) -> None:
+def assert_rejected(read, *needles: str) -> None:
     with pytest.raises(CheckpointError) as caught:
         read()
     for needle in needles:

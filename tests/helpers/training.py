@@ -22,16 +22,16 @@ from hf_megatron.parallelize import parallel_state
 from hf_megatron.testing.measure import Measurement, _full
 from hf_megatron.testing.tolerances import judge
 from tests.helpers import dp_training
-from tests.helpers.dp_training import local_samples, ranks_of, restore, snapshot
+from tests.helpers.dp_training import shard_batch, count_ranks, restore_parameters, clone_parameters
 
 LAYOUTS = ["tp2", "tp2+sp", "dp2+zero0", "dp2", "dp2+zero2", "dp2+zero3", "tp2+dp2"]
 # "+split" selects a schedule that computes input and weight gradients separately.
 PIPELINES = ["pp2", "pp2+split", "tp2+pp2", "pp2+dp2+zero0", "pp2+dp2", "pp2+dp2+zero2", "pp2+dp2+zero3"]
-WHOLE_BATCH = ["tp2", "tp2+sp", "pp2", "tp2+pp2"]
+FULL_BATCH_LAYOUTS = ["tp2", "tp2+sp", "pp2", "tp2+pp2"]
 
 
-def layout(text):
-    config = dp_training.layout(text.removesuffix("+split"))
+def parse_layout(text):
+    config = dp_training.parse_layout(text.removesuffix("+split"))
     if text.endswith("+split"):
         config = replace(config, pipeline_schedule="interleaved_zero_bubble", virtual_stages=1)
     return config
@@ -53,7 +53,7 @@ def save_tiny(path, **fields):
     model.save_pretrained(path)
 
 
-def batch(seed, rows=4, length=9):
+def make_batch(seed, rows=4, length=9):
     """Returns a batch with unequal numbers of labels per sample."""
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(3, 64, (rows, length), generator=generator)
@@ -63,7 +63,7 @@ def batch(seed, rows=4, length=9):
     return {"input_ids": ids, "labels": labels}
 
 
-def full(model, values):
+def gather_full_tensors(model, values):
     """Gathers full weights or gradients by name: on tp rank 0, with pipeline stages on global rank 0 only."""
     state = parallel_state(model)
     values = {name: None if value is None else value.detach().clone() for name, value in values.items()}
@@ -104,7 +104,7 @@ class Loop:
         return [parameter for name, parameter in self.model.named_parameters() if part in name]
 
     def loss(self, seed, **kwargs):
-        return self.model(**local_samples(self.model, batch(seed)), **kwargs).loss
+        return self.model(**shard_batch(self.model, make_batch(seed)), **kwargs).loss
 
     def backward(self, seed, factor=1.0):
         loss = self.loss(seed)
@@ -132,14 +132,16 @@ class Loop:
         self.see(name, unsharded)
 
     def see_gradients(self, when):
-        gradients = full(self.model, {name: parameter.grad for name, parameter in local_named_parameters(self.model)})
+        gradients = gather_full_tensors(
+            self.model, {name: parameter.grad for name, parameter in local_named_parameters(self.model)}
+        )
         self.seen |= {f"{when}: {name}": gradient for name, gradient in gradients.items()}
 
     def measurement(self):
         """Returns the measurement after one more backward, which adds to the gradients that the pattern left."""
         self.backward(99)
         self.see_gradients("at the end")
-        weights = full(self.model, dict(local_named_parameters(self.model)))
+        weights = gather_full_tensors(self.model, dict(local_named_parameters(self.model)))
         weights = {name: weight for name, weight in weights.items() if weight is not None}
         return Measurement(sum(self.losses), 0.0, 0.0, dict(self.seen), {"the habit": weights}), list(self.losses)
 
@@ -147,13 +149,13 @@ class Loop:
 def run_patterns(path, text, loop_patterns, **kwargs):
     """Returns the measurement of each pattern, or the error that it raised."""
     model = AutoModelForCausalLM.from_pretrained(
-        path, megatron_config=None if text is None else layout(text), **kwargs
+        path, megatron_config=None if text is None else parse_layout(text), **kwargs
     ).train()
-    start, results = snapshot(model), {}
+    start, results = clone_parameters(model), {}
     for name, loop_pattern in loop_patterns.items():
         model.zero_grad()
         model.requires_grad_(True)
-        restore(model, start)
+        restore_parameters(model, start)
         loop = Loop(model, path)
         try:
             loop_pattern(loop)
@@ -163,33 +165,35 @@ def run_patterns(path, text, loop_patterns, **kwargs):
     return results
 
 
-def possible(loop_patterns, text, impossible):
+def select_possible(loop_patterns, text, impossible):
     """Returns the patterns possible on a layout; `impossible` maps a substring of the layout to excluded names."""
     excluded = set().union(*(names for part, names in impossible.items() if part in (text or "")))
     return {name: loop_pattern for name, loop_pattern in loop_patterns.items() if name not in excluded}
 
 
-def cells(loop_patterns, layouts, impossible):
+def make_parameters(loop_patterns, layouts, impossible):
     """Returns parameters `name, text` of a test; ids begin with the layout, which the first tier selects by."""
     return [
         pytest.param(name, text, id=f"{text}-{name}")
         for text in layouts
-        for name in possible(loop_patterns, text, impossible)
+        for name in select_possible(loop_patterns, text, impossible)
     ]
 
 
-class Runs:
+class PatternRuns:
     """Cached runs of all patterns, one per layout."""
 
     def __init__(self, path, loop_patterns, impossible=None, **kwargs):
         self.of = functools.cache(
-            lambda text: self._run(path, text, possible(loop_patterns, text, impossible or {}), **kwargs)
+            lambda text: self._run(path, text, select_possible(loop_patterns, text, impossible or {}), **kwargs)
         )
 
     def _run(self, path, text, loop_patterns, **kwargs):
         if text is None:
             return run_patterns(path, None, loop_patterns, **kwargs)
-        return run_ranks(run_patterns, ranks_of(layout(text)), path, text, loop_patterns, timeout=300, **kwargs)
+        return run_ranks(
+            run_patterns, count_ranks(parse_layout(text)), path, text, loop_patterns, timeout=300, **kwargs
+        )
 
     def compare(self, text, loop_pattern):
         """Raises if a pattern's run on a layout does not match the single-process run."""

@@ -18,7 +18,7 @@ from peft import LoraConfig
 from trl.experimental import cpo, gkd, orpo
 
 from hf_megatron.core.fork_harness import run_ranks
-from tests.helpers.dp_training import ranks_of
+from tests.helpers.dp_training import count_ranks
 from tests.integration.integrations.trl import test_base
 from tests.integration.integrations.trl.test_base import (
     adapter,
@@ -75,7 +75,7 @@ TRAINERS = {
 }
 
 
-def run(name, text, has_adapter):
+def run_trainer(name, text, has_adapter):
     """Returns the log and the weights of each rank."""
     trainer_class, config_class, samples, options = TRAINERS[name]
     test_base.CONFIGS[trainer_class] = config_class
@@ -97,7 +97,7 @@ def run(name, text, has_adapter):
             config = layout(part.strip()) if part.strip() else None
             arguments = (model, Path(folder), config, trainer_class, samples)
             return run_ranks(
-                train, 1 if config is None else ranks_of(config), *arguments, timeout=900, **options, **further
+                train, 1 if config is None else count_ranks(config), *arguments, timeout=900, **options, **further
             )
 
         if not resumes:
@@ -130,13 +130,13 @@ def main():
             key = f"{name}{', adapter' * has_adapter}"
             layouts = args.layouts or OTHER_LAYOUTS.get(name, LAYOUTS)
             record[key] = {text: row for text, row in record.get(key, {}).items() if text not in layouts}
-            reference = run(name, None, has_adapter) if any(">" not in text for text in layouts) else None
+            reference = run_trainer(name, None, has_adapter) if any(">" not in text for text in layouts) else None
             for text in layouts:
                 # The reference resumes too, since TRL restarts its token count on resume.
-                expected = run(name, ">", has_adapter) if ">" in text else reference
+                expected = run_trainer(name, ">", has_adapter) if ">" in text else reference
                 if "dp2" in text and "max_completion_length" in TRAINERS[name][3]:
                     expected = run_with_recorded_completions(name, has_adapter)
-                results = run(name, text, has_adapter)
+                results = run_trainer(name, text, has_adapter)
                 assert all(log == results[0][0] for log, *_ in results), "every rank logs the same"
                 worst, weights = measure_differences(results[0], expected[0])
                 record[key][text] = {"number": worst[0], "of": worst[1], "weight": weights}
@@ -149,7 +149,7 @@ def run_with_recorded_completions(name, has_adapter):
     entry = TRAINERS[name]
     TRAINERS[name] = (*entry[:3], entry[3] | RECORDED)
     try:
-        return run(name, None, has_adapter)
+        return run_trainer(name, None, has_adapter)
     finally:
         TRAINERS[name] = entry
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from hf_megatron.core.fork_harness import run_ranks
-from tests.generated_docs import PARTS, generated, shorten_targets
-from tests.support_table import support_summary, support_table, update
+from tests.generated_docs import PARTS, render_page, shorten_targets
+from tests.support_table import render_support_summary, render_support_table, update_page
 
 ROOT = Path(__file__).parents[2]
 FILES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -36,14 +36,14 @@ def test_python_blocks_run(file, stories, tmp_path, monkeypatch):
 def test_support_table_and_summary_are_generated(tmp_path):
     for page in (ROOT / "README.md", ROOT / "docs" / "supported_models.md"):
         copy = Path(shutil.copy(page, tmp_path))
-        update(copy)
+        update_page(copy)
         assert copy.read_text(encoding="utf-8") == page.read_text(encoding="utf-8")
-        assert any(text in copy.read_text("utf-8") for text in (support_table(), support_summary()))
+        assert any(text in copy.read_text("utf-8") for text in (render_support_table(), render_support_summary()))
 
 
 @pytest.mark.parametrize("page", PARTS)
 def test_parts_are_generated(page):
-    assert generated(page) == (ROOT / page).read_text(encoding="utf-8"), "run `python -m tests.generated_docs`"
+    assert render_page(page) == (ROOT / page).read_text(encoding="utf-8"), "run `python -m tests.generated_docs`"
 
 
 def test_targets_of_one_replacement_are_shortened():

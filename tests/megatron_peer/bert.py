@@ -29,7 +29,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig  # no
 from safetensors.torch import load_file, save_file  # noqa: E402
 from transformers import AutoConfig  # noqa: E402
 
-from tests.megatron_peer.checkpoints import load, on_ranks  # noqa: E402
+from tests.megatron_peer.checkpoints import load, run_on_ranks  # noqa: E402
 from tests.megatron_peer.models import ACTIVATIONS, ON_CPU  # noqa: E402
 
 patch_megatron()
@@ -74,4 +74,4 @@ def run(hf: str, out: str, folders: list[str]) -> None:
 
 if __name__ == "__main__":
     hf, out, layout, *folders = sys.argv[1:]
-    on_ranks(run, layout, hf, out, folders)
+    run_on_ranks(run, layout, hf, out, folders)

@@ -44,7 +44,7 @@ def _rank_folder_name() -> str:
     return f"mp_rank_{parallel_state.get_tensor_model_parallel_rank():02d}" + (f"_{stage:03d}" if stages > 1 else "")
 
 
-def through_stages(model: torch.nn.Module, shape: tuple[int, ...], *arguments) -> torch.Tensor | None:
+def run_through_stages(model: torch.nn.Module, shape: tuple[int, ...], *arguments) -> torch.Tensor | None:
     """Runs the forward of a pipeline-parallel model.
 
     Args:
@@ -71,7 +71,7 @@ def _sharded_state_dict(model: torch.nn.Module) -> dict:
     return model.sharded_state_dict(metadata={"dp_cp_group": group})
 
 
-def on_ranks(function: Callable, layout: str, *arguments) -> None:
+def run_on_ranks(function: Callable, layout: str, *arguments) -> None:
     """Calls `function(*arguments)` in one process per rank; `layout` is the tensor-parallel size or `TPxPP`."""
     tp, pp = map(int, layout.split("x")) if "x" in layout else (int(layout), 1)
     with tempfile.TemporaryDirectory() as root:

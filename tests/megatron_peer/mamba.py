@@ -45,7 +45,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer, Transf
 from safetensors.torch import load_file, save_file  # noqa: E402
 from transformers import AutoConfig  # noqa: E402
 
-from tests.megatron_peer.checkpoints import load, on_ranks, save, through_stages  # noqa: E402
+from tests.megatron_peer.checkpoints import load, run_on_ranks, save, run_through_stages  # noqa: E402
 from tests.megatron_peer.models import ON_CPU, RMSNorm  # noqa: E402
 
 patch_megatron()
@@ -178,7 +178,7 @@ def run(hf: str, out: str, folders: list[str]) -> None:
     for index, folder in enumerate(folders):
         model = build(AutoConfig.from_pretrained(hf))
         load(model, Path(folder))
-        logits = through_stages(model, (*ids.T.shape, model.config.hidden_size), ids, positions, None)
+        logits = run_through_stages(model, (*ids.T.shape, model.config.hidden_size), ids, positions, None)
         if logits is not None:
             outputs[str(index)] = logits
     save(model, Path(f"{out}-core"), Path(f"{out}-legacy"))
@@ -188,4 +188,4 @@ def run(hf: str, out: str, folders: list[str]) -> None:
 
 if __name__ == "__main__":
     hf, out, layout, *folders = sys.argv[1:]
-    on_ranks(run, layout, hf, out, folders)
+    run_on_ranks(run, layout, hf, out, folders)

@@ -66,21 +66,21 @@ class Layout:
         return self.tp * self.pp * self.dp
 
 
-def settings(hf) -> Settings:
+def make_settings(hf) -> Settings:
     """Returns the megatron-core settings equivalent to the transformers config `hf`."""
     if hf.model_type not in FAMILIES:
         raise Unsupported(f"model type {hf.model_type}: {REASONS.get(hf.model_type, 'not in the table of the peer')}")
     return FAMILIES[hf.model_type](hf)
 
 
-def build(hf, padded_vocab: int, layout: Layout, keys: str = "te", mtp_layers: int | None = None) -> GPTModel:
+def build_model(hf, padded_vocab: int, layout: Layout, keys: str = "te", mtp_layers: int | None = None) -> GPTModel:
     """Builds the local model of this rank.
 
     Args:
         keys: Sharded names of the TransformerEngine spec ("te") or of the local spec ("local").
         mtp_layers: Number of multi-token prediction layers, which have the structure of the last decoder layer.
     """
-    peer_settings = settings(hf)
+    peer_settings = make_settings(hf)
     mla = "kv_lora_rank" in peer_settings.config
     config = (MLATransformerConfig if mla else TransformerConfig)(
         tensor_model_parallel_size=layout.tp,
@@ -589,7 +589,7 @@ REASONS = {
 
 def megatron_args(hf, padded_vocab: int, layout: Layout) -> argparse.Namespace:
     """Returns the `args` that Megatron-LM would store with this model, as far as a converter may read them."""
-    peer_settings = settings(hf)
+    peer_settings = make_settings(hf)
     config, model = peer_settings.config, peer_settings.model
     mla = "kv_lora_rank" in config
     window = config.get("window_size")

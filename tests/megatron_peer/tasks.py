@@ -38,10 +38,10 @@ from transformers import AutoConfig  # noqa: E402
 from tests.megatron_peer.models import (  # noqa: E402
     Layout,
     Unsupported,
-    build,
+    build_model,
     megatron_args,
     reject_wrong_gradients,
-    settings,
+    make_settings,
 )
 
 patch_megatron()
@@ -64,7 +64,9 @@ class Session:
         self.vocab = self.hf.vocab_size
         self.padded_vocab = task.get("padded_vocab", self.vocab)
         torch.manual_seed(1234)
-        self.model = build(self.hf, self.padded_vocab, layout, task.get("keys", "te"), task.get("mtp_layers")).eval()
+        self.model = build_model(
+            self.hf, self.padded_vocab, layout, task.get("keys", "te"), task.get("mtp_layers")
+        ).eval()
         self.homogeneous = not task.get("non_homogeneous", False)
         self.stages = parallel_state.get_pipeline_model_parallel_world_size()
         self.stage = parallel_state.get_pipeline_model_parallel_rank()
@@ -440,7 +442,7 @@ def keys(task: dict, layout: Layout, out: Path) -> dict:
 
 def supported(task: dict, layout: Layout, out: Path) -> dict:
     """Raises if the peer does not support this model; no model is built."""
-    settings(AutoConfig.from_pretrained(task["hf"]))
+    make_settings(AutoConfig.from_pretrained(task["hf"]))
     return {}
 
 

@@ -2,17 +2,17 @@
 
 import ast
 
-from tests.structure import ORDER, circles, files, public_names, room, upward_arrows
+from tests.structure import ORDER, circles, list_files, list_public_names, component_name, find_upward_imports
 
 
 def test_every_room_has_its_floor():
     rooms = [name for names in ORDER for name in names]
     assert len(rooms) == len(set(rooms))
-    assert {room(module) for module in files()} == set(rooms)
+    assert {component_name(module) for module in list_files()} == set(rooms)
 
 
 def test_imports_point_downwards():
-    assert upward_arrows() == []
+    assert find_upward_imports() == []
 
 
 def test_no_files_import_each_other():
@@ -37,7 +37,7 @@ FACES = {
 
 
 def test_a_public_name_has_one_meaning():
-    shared = {name: places for name, places in public_names().items() if len(places) > 1}
+    shared = {name: places for name, places in list_public_names().items() if len(places) > 1}
     assert shared.keys() == FACES.keys(), {name: shared.get(name) for name in shared.keys() ^ FACES.keys()}
 
 
@@ -47,7 +47,7 @@ NOUNS = {"What", "Where", "Whether", "How", "Which", "The", "A", "An", "This", "
 
 def test_docstrings_of_functions_begin_with_a_verb():
     found = []
-    for module, path in files().items():
+    for module, path in list_files().items():
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             text = ast.get_docstring(node) if isinstance(node, ast.FunctionDef) else None
             is_property = isinstance(node, ast.FunctionDef) and any(

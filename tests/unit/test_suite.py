@@ -15,7 +15,7 @@ from transformers import CONFIG_MAPPING
 from hf_megatron.core.fork_harness import run_ranks
 from tests import where
 from tests.helpers.executed import RECORD
-from tests.helpers.references import in_one_process
+from tests.helpers.references import run_single_process
 from tests.helpers.shared_tiny_models import make_tiny_model
 
 ROOT = Path(__file__).parents[2]
@@ -46,11 +46,11 @@ def test_a_reference_is_run_once_for_the_same_arguments():
     def run(*args, **kwargs):
         return os.getpid(), args, kwargs
 
-    first = in_one_process(run, 1, name="a")
-    assert first[1:] == ((1,), {"name": "a"}) and in_one_process(run, 1, name="a") == first
-    assert in_one_process(run, 1, name="b")[0] != first[0] != in_one_process(run, 2, name="a")[0]
+    first = run_single_process(run, 1, name="a")
+    assert first[1:] == ((1,), {"name": "a"}) and run_single_process(run, 1, name="a") == first
+    assert run_single_process(run, 1, name="b")[0] != first[0] != run_single_process(run, 2, name="a")[0]
     # What cannot be compared is run again.
-    assert in_one_process(run, name=["a"])[0] != in_one_process(run, name=["a"])[0]
+    assert run_single_process(run, name=["a"])[0] != run_single_process(run, name=["a"])[0]
 
 
 def test_ranks_leave_nothing():

@@ -14,15 +14,15 @@ from hf_megatron.data_parallel import grad_scaler
 from hf_megatron.parallelize import parallel_state
 from tests.helpers.dp_training import (
     backward,
-    batch,
-    error_of,
-    layout,
-    load,
-    local_samples,
-    ranks_of,
-    snapshot,
+    make_batch,
+    measure_error,
+    parse_layout,
+    load_model,
+    shard_batch,
+    count_ranks,
+    clone_parameters,
     train,
-    unmoved,
+    parameters_unchanged,
 )
 
 LIMIT = 2e-4
@@ -99,22 +99,22 @@ def test_all_ranks_skip_and_training_resumes(stories, text, value):
         if parallel_state(model) is not None:
             engine, weights, state = (
                 parallel_state(model).data_parallel,
-                snapshot(model),
+                clone_parameters(model),
                 copy_optimizer_state(optimizer),
             )
             optimizer.zero_grad()
-            loss = model(**local_samples(model, batch(99))).loss
+            loss = model(**shard_batch(model, make_batch(99))).loss
             (loss * value if dist.get_rank() == 1 else loss).backward()
             optimizer.step()
             assert optimizer._hf_megatron.step_was_skipped and engine.step_status.skipped_steps == 1
-            assert unmoved(model, weights)
+            assert parameters_unchanged(model, weights)
             assert are_states_equal(state, copy_optimizer_state(optimizer))
         train(model, optimizer, 1, first=2)
         if parallel_state(model) is not None:
             assert not optimizer._hf_megatron.step_was_skipped and engine.step_status.skipped_steps == 1
             assert not are_states_equal(state, copy_optimizer_state(optimizer)), "the comparison sees a step"
 
-    assert error_of(stories, run, layout(text)) < LIMIT
+    assert measure_error(stories, run, parse_layout(text)) < LIMIT
 
 
 @pytest.mark.parametrize("text", LAYOUTS)
@@ -122,23 +122,23 @@ def test_one_nonfinite_entry_skips_all_ranks(stories, text):
     """Only the rank that owns the non-finite entry sees it."""
 
     def on_rank():
-        model = load(stories, layout(text))
-        optimizer, before = make_adamw(model), snapshot(model)
+        model = load_model(stories, parse_layout(text))
+        optimizer, before = make_adamw(model), clone_parameters(model)
         spoil_gradient_entry(model, rank=1)
         backward(model)
         optimizer.step()
-        skipped = unmoved(model, before)
+        skipped = parameters_unchanged(model, before)
         return skipped, parallel_state(model).data_parallel.step_status.skipped_steps
 
-    assert run_ranks(on_rank, ranks_of(layout(text))) == [(True, 1)] * ranks_of(layout(text))
+    assert run_ranks(on_rank, count_ranks(parse_layout(text))) == [(True, 1)] * count_ranks(parse_layout(text))
 
 
 @pytest.mark.parametrize("text", ["dp2", "dp2+zero3"])
 def test_too_many_skipped_steps_raise(stories, text):
-    config = MegatronConfig(**layout(text).to_dict() | {"max_skipped_steps": 3})
+    config = MegatronConfig(**parse_layout(text).to_dict() | {"max_skipped_steps": 3})
 
     def on_rank():
-        model = load(stories, config)
+        model = load_model(stories, config)
         optimizer = make_adamw(model)
 
         def step(spoiled):
@@ -164,7 +164,7 @@ def test_accelerate_scheduler_follows_skipped_steps(stories, text, clipped):
     from accelerate import Accelerator
 
     def on_rank():
-        model = load(stories, layout(text))
+        model = load_model(stories, parse_layout(text))
         accelerator = Accelerator(cpu=True)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
         scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
@@ -172,7 +172,7 @@ def test_accelerate_scheduler_follows_skipped_steps(stories, text, clipped):
         history = []
         for spoiled in (False, True, False):
             handle = spoil_gradient_entry(model, 1) if spoiled else None
-            accelerator.backward(model(**local_samples(model, batch(3))).loss)
+            accelerator.backward(model(**shard_batch(model, make_batch(3))).loss)
             if clipped:
                 accelerator.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
@@ -185,7 +185,7 @@ def test_accelerate_scheduler_follows_skipped_steps(stories, text, clipped):
 
     # Accelerate steps the scheduler once for each of the two data-parallel replicas.
     expected = [(False, 2.5e-4), (True, 2.5e-4), (False, 6.25e-5)]
-    assert run_ranks(on_rank, ranks_of(layout(text))) == [expected] * ranks_of(layout(text))
+    assert run_ranks(on_rank, count_ranks(parse_layout(text))) == [expected] * count_ranks(parse_layout(text))
 
 
 # fp16 loss scaling
@@ -218,16 +218,16 @@ def test_fault_22_overflow_on_one_rank_skips_all_ranks(stories, text, max_norm):
             if step == 1 and not parallel:
                 continue
             handle = spoil_gradient_entry(model, 1) if step == 1 else None
-            before, state = snapshot(model), copy_optimizer_state(optimizer) if step == 1 else None
+            before, state = clone_parameters(model), copy_optimizer_state(optimizer) if step == 1 else None
             run_scaled_step(model, optimizer, scaler, (2 * step, 2 * step + 1), max_norm)
             if handle is not None:
                 handle.remove()
-                assert unmoved(model, before)
+                assert parameters_unchanged(model, before)
                 assert are_states_equal(state, copy_optimizer_state(optimizer))
         assert scaler.get_scale() == (2.0**9 if parallel else 2.0**10)
         assert not parallel or parallel_state(model).data_parallel.step_status.skipped_steps == 1
 
-    assert error_of(stories, run, layout(text)) < LIMIT
+    assert measure_error(stories, run, parse_layout(text)) < LIMIT
 
 
 @pytest.mark.parametrize(
@@ -259,19 +259,19 @@ def test_fault_22_scaled_equals_unscaled(stories, text, fused, clipping):
             run_scaled_step(model, optimizer, scaler, (2 * step, 2 * step + 1))
         assert scaler.get_scale() == 2.0**10
 
-    config = MegatronConfig(**layout(text).to_dict() | {"gradient_clipping": clipping})
-    assert error_of(stories, run, config) < LIMIT
+    config = MegatronConfig(**parse_layout(text).to_dict() | {"gradient_clipping": clipping})
+    assert measure_error(stories, run, config) < LIMIT
 
 
 def test_fault_22_fused_optimizer_skips_too(stories):
     """A fused optimizer is called in any case and receives `found_inf` with the gradients."""
 
     def on_rank():
-        model = load(stories, layout("dp2"))
-        optimizer, before, scaler = make_adamw(model, fused=True), snapshot(model), make_scaler()
+        model = load_model(stories, parse_layout("dp2"))
+        optimizer, before, scaler = make_adamw(model, fused=True), clone_parameters(model), make_scaler()
         spoil_gradient_entry(model, 1)
         run_scaled_step(model, optimizer, scaler, (0, 1))
-        skipped = unmoved(model, before)
+        skipped = parameters_unchanged(model, before)
         return skipped, scaler.get_scale(), parallel_state(model).data_parallel.step_status.skipped_steps
 
     assert run_ranks(on_rank, 2) == [(True, 2.0**9, 1)] * 2
@@ -283,11 +283,11 @@ def test_fault_22_ranks_diverge_without_shared_status(stories):
     def on_rank(seeded):
         if seeded:
             grad_scaler.dist = types.SimpleNamespace(all_reduce=lambda *args, **kwargs: None, ReduceOp=dist.ReduceOp)
-        model = load(stories, layout("tp2"))
-        optimizer, before, scaler = make_adamw(model), snapshot(model), make_scaler()
+        model = load_model(stories, parse_layout("tp2"))
+        optimizer, before, scaler = make_adamw(model), clone_parameters(model), make_scaler()
         spoil_gradient_entry(model, 1)
         run_scaled_step(model, optimizer, scaler, (0, 1))
-        return unmoved(model, before), scaler.get_scale()
+        return parameters_unchanged(model, before), scaler.get_scale()
 
     assert run_ranks(on_rank, 2, False) == [(True, 2.0**9), (True, 2.0**9)]
     assert run_ranks(on_rank, 2, True) == [(False, 2.0**10), (True, 2.0**9)]

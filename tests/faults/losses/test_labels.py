@@ -8,14 +8,23 @@ import torch
 from hf_megatron import prepare_optimizer
 from hf_megatron.core.fork_harness import run_ranks
 from hf_megatron.parallelize import parallel_state
-from tests.helpers.dp_training import batch, error_of, layout, load, local_samples, ranks_of, snapshot, unmoved
+from tests.helpers.dp_training import (
+    make_batch,
+    measure_error,
+    parse_layout,
+    load_model,
+    shard_batch,
+    count_ranks,
+    clone_parameters,
+    parameters_unchanged,
+)
 
 LAYOUTS = ["dp2", "dp2+zero0", "tp2+dp2+zero2", "tp2+sp+dp2", "dp2+zero3"]
 
 
 def make_ignored_batch(rank, ranks=2):
     """Returns a batch whose samples have no label on dp rank `rank`, or on all ranks with `None`."""
-    full_batch = batch(0)
+    full_batch = make_batch(0)
     labels = full_batch["labels"].clone()
     for index, samples in enumerate(labels.tensor_split(ranks)):
         if rank in (index, None):
@@ -35,16 +44,16 @@ def compute_local_norms(model):
 @pytest.mark.parametrize("text", LAYOUTS)
 @pytest.mark.parametrize("rank", [0, 1])
 def test_fault_23_all_labels_ignored_on_one_dp_rank(stories, text, rank):
-    expected = load(stories)(**make_ignored_batch(rank)).loss.item()
+    expected = load_model(stories)(**make_ignored_batch(rank)).loss.item()
 
     def run(model, lr=0.1):
         optimizer = prepare_optimizer(torch.optim.SGD(model.parameters(), lr=lr))
-        loss = model(**local_samples(model, make_ignored_batch(rank))).loss
+        loss = model(**shard_batch(model, make_ignored_batch(rank))).loss
         assert loss.item() == pytest.approx(expected, rel=1e-5)
         loss.backward()
         optimizer.step()
 
-    assert error_of(stories, run, layout(text)) < 1e-4
+    assert measure_error(stories, run, parse_layout(text)) < 1e-4
 
 
 @pytest.mark.parametrize("text", LAYOUTS)
@@ -52,17 +61,19 @@ def test_fault_23_all_labels_ignored_in_global_batch(stories, text):
     """The mean over zero labels is NaN and has no gradients, as in a single process."""
 
     def on_rank():
-        model = load(stories, layout(text))
-        before = snapshot(model)
+        model = load_model(stories, parse_layout(text))
+        before = clone_parameters(model)
         optimizer = prepare_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
-        loss = model(**local_samples(model, make_ignored_batch(None))).loss
+        loss = model(**shard_batch(model, make_ignored_batch(None))).loss
         loss.backward()
         norms = compute_local_norms(model)
         optimizer.step()
         skipped = parallel_state(model).data_parallel.step_status.skipped_steps
-        return math.isnan(loss.item()), max(norms), unmoved(model, before), skipped
+        return math.isnan(loss.item()), max(norms), parameters_unchanged(model, before), skipped
 
-    assert run_ranks(on_rank, ranks_of(layout(text))) == [(True, 0.0, True, 0)] * ranks_of(layout(text))
+    assert run_ranks(on_rank, count_ranks(parse_layout(text))) == [(True, 0.0, True, 0)] * count_ranks(
+        parse_layout(text)
+    )
 
 
 def test_per_rank_mean_is_detected(stories):
@@ -74,7 +85,7 @@ def test_per_rank_mean_is_detected(stories):
 
     def run(model):
         optimizer = prepare_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
-        model(**local_samples(model, make_ignored_batch(1))).loss.backward()
+        model(**shard_batch(model, make_ignored_batch(1))).loss.backward()
         optimizer.step()
 
-    assert not error_of(stories, run, layout("dp2"), sabotage) < 1e-2
+    assert not measure_error(stories, run, parse_layout("dp2"), sabotage) < 1e-2

@@ -9,8 +9,8 @@ from hf_megatron.data_parallel.grad_store import PlainGradients
 from hf_megatron.integrations.trainer import pipeline as integration
 from hf_megatron.pipeline_parallel.loss_grad_scale import ScheduledGradients
 from hf_megatron.pipeline_parallel.tied_weight_grads import TiedGradients
-from tests.helpers.dp_training import ranks_of
-from tests.helpers.references import trained_alone
+from tests.helpers.dp_training import count_ranks
+from tests.helpers.references import train_single_process
 from tests.integration.pipeline_parallel.test_accelerate import mixed, preferences, worst
 from tests.integration.pipeline_parallel.test_trainer import PP2, OwnLoss, apart, layout, train
 
@@ -113,7 +113,7 @@ def test_wrong_announced_scale_is_detected(stories, tmp_path):
     """The mismatch is detected before gradients are accumulated with the wrong scale."""
     results = run_ranks(run_with_fault, 2, skip_accumulation_division, train, stories, tmp_path, PP2, max_steps=2)
     assert all(sums for _, sums in results), "it was believed"
-    assert apart(results[0][0], trained_alone(train, stories, max_steps=2)[0]) < 2e-6
+    assert apart(results[0][0], train_single_process(train, stories, max_steps=2)[0]) < 2e-6
 
 
 def skip_tied_gradient_sum():
@@ -136,7 +136,7 @@ def test_faults_in_multi_forward_losses_are_detected(stories, function, fault):
     [expected] = run_ranks(function, 1, stories, None)
     config = layout(dp_size=2, zero_stage=2, num_microbatches=2)
     try:
-        results = run_ranks(run_with_fault, ranks_of(config), fault, function, stories, config)
+        results = run_ranks(run_with_fault, count_ranks(config), fault, function, stories, config)
     except RankError:
         return
     assert worst([result(rank) for rank in results], result(expected)) > 1e-3

@@ -11,8 +11,8 @@ from hf_megatron import RankError, shard_safe
 from hf_megatron.compat.torch_dtensor import local_tensor
 from hf_megatron.core.communication import rng
 from hf_megatron.core.fork_harness import run_ranks
-from tests.helpers.dp_training import layout
-from tests.helpers.training import batch
+from tests.helpers.dp_training import parse_layout
+from tests.helpers.training import make_batch
 
 dropout = functools.partial(torch.nn.functional.dropout, p=0.5)
 
@@ -38,7 +38,7 @@ def make_forward(layer, part, again):
 
 def compare_gradients(path, text, part, reentrant):
     """Compares losses, RNG state and gradients with and without checkpointing, for two forwards in flight."""
-    model = AutoModelForCausalLM.from_pretrained(path, megatron_config=layout(text)).train()
+    model = AutoModelForCausalLM.from_pretrained(path, megatron_config=parse_layout(text)).train()
     for layer in model.model.layers:
         plain = type(layer.mlp).forward
         layer.mlp.forward = shard_safe(lambda x, mlp=layer.mlp, plain=plain: dropout(plain(mlp, dropout(x))))
@@ -48,7 +48,7 @@ def compare_gradients(path, text, part, reentrant):
             layer.forward = make_forward(layer, part, again)
         model.zero_grad()
         torch.manual_seed(5)
-        losses = [model(**batch(seed)).loss for seed in range(2)]
+        losses = [model(**make_batch(seed)).loss for seed in range(2)]
         for loss in losses:
             loss.backward()
         gradients = [local_tensor(p.grad).clone() for p in model.parameters() if p.grad is not None]
@@ -75,7 +75,7 @@ def test_expired_rng_state_is_rejected(tiny):
 
 def train_after_failed_forward(path):
     """Trains after a forward that raises inside a layer, before the rank-local RNG stream is reset."""
-    model = AutoModelForCausalLM.from_pretrained(path, megatron_config=layout("tp2+sp")).train()
+    model = AutoModelForCausalLM.from_pretrained(path, megatron_config=parse_layout("tp2+sp")).train()
     torch.manual_seed(3)
     forward = model.model.layers[0].self_attn.o_proj.forward
 
@@ -85,11 +85,11 @@ def train_after_failed_forward(path):
 
     model.model.layers[0].self_attn.o_proj.forward = fail
     with pytest.raises(KeyError):
-        model(**batch(0))
+        model(**make_batch(0))
     model.model.layers[0].self_attn.o_proj.forward = forward
-    other = AutoModelForCausalLM.from_pretrained(path, megatron_config=layout("tp2+sp")).train()
-    other(**batch(0)).loss.backward()
-    model(**batch(0)).loss.backward()
+    other = AutoModelForCausalLM.from_pretrained(path, megatron_config=parse_layout("tp2+sp")).train()
+    other(**make_batch(0)).loss.backward()
+    model(**make_batch(0)).loss.backward()
     return torch.rand(1)
 
 

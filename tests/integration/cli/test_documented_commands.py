@@ -12,10 +12,10 @@ from typer.testing import CliRunner
 
 from hf_megatron.cli import app
 from hf_megatron.conversion import convert
-from tests.helpers.documented import ROOT, documented_commands, other_commands
-from tests.helpers.megatron_pre_core import gpt2_parts, write_checkpoint
-from tests.helpers.tiny_models import tiny_model
-from tests.readme_command import readme_command
+from tests.helpers.documented import ROOT, list_documented_commands, list_unrecognized_commands
+from tests.helpers.megatron_pre_core import extract_gpt2_weights, write_checkpoint
+from tests.helpers.tiny_models import build_tiny_model
+from tests.readme_command import find_readme_command
 
 _LAUNCH = "tests/integration/integrations/accelerate/test_launch.py"
 _LAUNCHED_SCRIPT = "tests/integration/integrations/accelerate/test_launched_script.py"
@@ -86,9 +86,9 @@ def places(stories, tmp_path_factory):
     convert(stories, folder / "checkpoint", "sharded")
     convert(stories, folder / "megatron", "megatron_legacy")
     (folder / "megatron" / "config.json").unlink()
-    model = tiny_model("gpt2")
+    model = build_tiny_model("gpt2")
     model.save_pretrained(folder / "gpt2")
-    write_checkpoint(folder / "before_core", gpt2_parts(model), "2020", 0)
+    write_checkpoint(folder / "before_core", extract_gpt2_weights(model), "2020", 0)
     folders = {name: str(folder / name) for name in ("checkpoint", "megatron", "before_core", "gpt2")}
     return {"model": str(stories), **folders}
 
@@ -100,7 +100,7 @@ def find_other_test(command):
 def list_page_commands():
     """Returns the commands of each page, which run in order."""
     pages = {}
-    for page, command in documented_commands("hf-megatron "):
+    for page, command in list_documented_commands("hf-megatron "):
         if not find_other_test(command):
             pages.setdefault(page, []).append(command)
     return [pytest.param(commands, id=page) for page, commands in pages.items()]
@@ -120,13 +120,13 @@ def test_page_commands_run(commands, places, tmp_path, monkeypatch):
 def test_remaining_commands_have_tests():
     for place in OTHER_TESTS.values():
         assert (ROOT / place).exists()
-    install = [part for name in ("run", "test", "test everything") for part in readme_command(name).split(" && ")]
-    cli_commands = [command for _, command in documented_commands("hf-megatron ")]
+    install = [part for name in ("run", "test", "test everything") for part in find_readme_command(name).split(" && ")]
+    cli_commands = [command for _, command in list_documented_commands("hf-megatron ")]
     launch_commands = [
         command
         for start in ("accelerate ", "torchrun ", "python", "pip ", "ruff ")
-        for _, command in documented_commands(start)
-    ] + other_commands()
+        for _, command in list_documented_commands(start)
+    ] + list_unrecognized_commands()
     run_below = {" ".join(command.split()[:3]) for command in HELPERS}
     unknown = [
         command

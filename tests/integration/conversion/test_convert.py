@@ -21,7 +21,7 @@ from hf_megatron.conversion.formats import FORMATS
 from hf_megatron.conversion.interfaces import WEIGHT, Key
 from hf_megatron.conversion.output_folder import Output
 from hf_megatron.core.fork_harness import run_ranks
-from tests.helpers.tiny_models import FAMILIES, tiny_model
+from tests.helpers.tiny_models import FAMILIES, build_tiny_model
 
 OTHERS = [name for name in FORMATS if name != "hf"]
 
@@ -51,14 +51,14 @@ def assert_equal(first: Path, second: Path) -> None:
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("llama") / "hf"
-    tiny_model("llama").save_pretrained(folder)
+    build_tiny_model("llama").save_pretrained(folder)
     return folder
 
 
 @pytest.mark.parametrize("case", FAMILIES)
 def test_every_format_round_trips_bit_equal(case, tmp_path):
     source = tmp_path / "hf"
-    model = tiny_model(case, torch.bfloat16)
+    model = build_tiny_model(case, torch.bfloat16)
     model.save_pretrained(source, max_shard_size="100KB")
     for to in OTHERS:
         # Encoder and decoder must be on one pipeline stage.
@@ -379,7 +379,7 @@ def test_bin_files_and_old_names_are_read(llama, tmp_path):
 
 
 def test_tied_weight_stored_twice(tmp_path):
-    tiny_model("llama_tied").save_pretrained(tmp_path / "tied")
+    build_tiny_model("llama_tied").save_pretrained(tmp_path / "tied")
     tensors = load_file(tmp_path / "tied" / "model.safetensors")
     tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
     save_file(tensors, tmp_path / "tied" / "model.safetensors", {"format": "pt"})
@@ -391,7 +391,7 @@ def test_tied_weight_stored_twice(tmp_path):
 
 
 def test_round_trip_only_note_is_reported(tmp_path):
-    tiny_model("gemma2").save_pretrained(tmp_path / "gemma2")
+    build_tiny_model("gemma2").save_pretrained(tmp_path / "gemma2")
     arguments = ["convert", str(tmp_path / "gemma2"), str(tmp_path / "core"), "--to", "torch_dist"]
     result = CliRunner().invoke(app, arguments)
     assert result.exit_code == 0, result.output

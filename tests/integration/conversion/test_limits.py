@@ -23,7 +23,7 @@ from hf_megatron.cli import conversion as commands
 from hf_megatron.conversion import TargetOptions, convert, plan_conversion
 from hf_megatron.conversion.torch_files.safe_pickle import Named, unpickle
 from hf_megatron.core.io.atomic_folder import StagedFolder
-from tests.helpers.tiny_models import tiny_model
+from tests.helpers.tiny_models import build_tiny_model
 from tests.integration.conversion.test_third_party_files import llama
 
 
@@ -135,7 +135,7 @@ def test_indivisible_sizes_are_rejected_before_conversion(hf, tmp_path, to, case
 def test_indivisible_groups_widths_and_experts_are_rejected(tmp_path):
     llama(hidden_size=96, num_attention_heads=12, num_key_value_heads=4).save_pretrained(tmp_path / "groups")
     llama(intermediate_size=50).save_pretrained(tmp_path / "width")
-    tiny_model("deepseek_v3").save_pretrained(tmp_path / "experts")
+    build_tiny_model("deepseek_v3").save_pretrained(tmp_path / "experts")
     cases = (
         ("groups", {"tp_size": 6}, "num_query_groups 4 is neither a divisor nor a multiple of tp_size 6"),
         ("width", {"tp_size": 4}, "ffn_hidden_size 50 is not divisible by tp_size 4. Valid sizes: 1, 2"),

@@ -23,7 +23,7 @@ from hf_megatron.conversion.megatron_legacy.reader import MegatronLegacyReader
 from hf_megatron.conversion.megatron_legacy.writer import MegatronLegacyWriter
 from hf_megatron.conversion.output_folder import Output
 from hf_megatron.core.io.safetensors import TensorMeta
-from tests.helpers.tiny_models import config_of, tiny_model
+from tests.helpers.tiny_models import make_config, build_tiny_model
 from tests.integration.conversion.megatron_core.test_megatron_core import PADDED, run_peer
 
 CASE = "deepseek_v3"
@@ -62,8 +62,8 @@ def write(folder: Path, tensors: dict[Key, torch.Tensor], config, to: str, optim
 @pytest.fixture(scope="module")
 def root(tmp_path_factory) -> Path:
     """Folders `hf`, `plain/FORMAT` without MTP layers, `FORMAT` with one, and `trained` with moments in addition."""
-    root, config = tmp_path_factory.mktemp("mtp"), config_of(CASE)
-    tiny_model(CASE).save_pretrained(root / "hf")
+    root, config = tmp_path_factory.mktemp("mtp"), make_config(CASE)
+    build_tiny_model(CASE).save_pretrained(root / "hf")
     for to in MEGATRON:
         convert(root / "hf", root / "plain" / to, to, options=TargetOptions(tp_size=2))
     with MegatronCoreReader(root / "plain" / "megatron_core") as reader:
@@ -80,7 +80,7 @@ def count_mtp_tensors(root: Path, to: str) -> int:
     if to == "megatron_core":
         reader = MegatronCoreReader(root / to)
     else:
-        config = config_of(CASE)
+        config = make_config(CASE)
         reader = MegatronLegacyReader(root / to, get_family(config).model(config))
     with reader:
         return sum(key.kind == WEIGHT and key.name.startswith("mtp.") for key in reader.entries)
@@ -140,7 +140,7 @@ def test_remaining_moments_are_converted(root, tmp_path):
 @pytest.mark.parametrize("to", MEGATRON)
 def test_written_arguments_have_no_mtp_layers(root, to):
     """`num_nextn_predict_layers` is 1 by default in the config, but the files contain no MTP layer."""
-    config = config_of(CASE)
+    config = make_config(CASE)
     assert config.num_nextn_predict_layers == 1
     reader = (
         MegatronCoreReader(root / "plain" / to)
@@ -178,7 +178,7 @@ def add_hf_mtp_layers(folder: Path, depth: int, repeated: bool = False) -> None:
 @pytest.mark.parametrize("to", MEGATRON)
 def test_hf_mtp_layers_round_trip(tmp_path, to):
     """Covers two MTP layers as in released files, with copies of embedding and head."""
-    tiny_model(CASE).save_pretrained(tmp_path / "hf")
+    build_tiny_model(CASE).save_pretrained(tmp_path / "hf")
     add_hf_mtp_layers(tmp_path / "hf", 2, repeated=True)
     report = convert(tmp_path / "hf", tmp_path / to, to, verify=True)
     assert any("shared_head.head.weight are left out" in note for note in report.notes)
@@ -193,12 +193,12 @@ def test_hf_mtp_layers_round_trip(tmp_path, to):
 
 
 def _save_without_mtp(folder: Path) -> Path:
-    tiny_model(CASE).save_pretrained(folder)
+    build_tiny_model(CASE).save_pretrained(folder)
     return folder
 
 
 def test_hf_to_hf_keeps_mtp_layers(tmp_path):
-    tiny_model(CASE).save_pretrained(tmp_path / "hf")
+    build_tiny_model(CASE).save_pretrained(tmp_path / "hf")
     add_hf_mtp_layers(tmp_path / "hf", 1)
     report = convert(
         tmp_path / "hf", tmp_path / "small", "hf", options=TargetOptions(max_shard_size="20KB"), verify=True
@@ -210,7 +210,7 @@ def test_hf_to_hf_keeps_mtp_layers(tmp_path):
 
 
 def test_mismatched_embedding_copy_is_rejected(tmp_path):
-    tiny_model(CASE).save_pretrained(tmp_path / "hf")
+    build_tiny_model(CASE).save_pretrained(tmp_path / "hf")
     add_hf_mtp_layers(tmp_path / "hf", 1, repeated=True)
     tensors = load_file(tmp_path / "hf" / "model.safetensors")
     tensors["model.layers.3.embed_tokens.weight"][5] += 1
@@ -222,7 +222,7 @@ def test_mismatched_embedding_copy_is_rejected(tmp_path):
 
 
 def test_nonconsecutive_layer_is_rejected(tmp_path):
-    tiny_model(CASE).save_pretrained(tmp_path / "hf")
+    build_tiny_model(CASE).save_pretrained(tmp_path / "hf")
     tensors = load_file(tmp_path / "hf" / "model.safetensors")
     added = {"model.layers.61.enorm.weight": torch.ones(64), "model.layers.61.eh_proj.weight": torch.ones(64, 128)}
     save_file(tensors | added, tmp_path / "hf" / "model.safetensors", metadata={"format": "pt"})
@@ -234,12 +234,12 @@ def test_nonconsecutive_layer_is_rejected(tmp_path):
 
 
 def test_mtp_logits_match_megatron_core(tmp_path, monkeypatch):
-    depth, layers = 2, config_of(CASE).num_hidden_layers
-    tiny_model(CASE).save_pretrained(tmp_path / "hf")
+    depth, layers = 2, make_config(CASE).num_hidden_layers
+    build_tiny_model(CASE).save_pretrained(tmp_path / "hf")
     add_hf_mtp_layers(tmp_path / "hf", depth)
     convert(tmp_path / "hf", tmp_path / "core", "megatron_core", options=TargetOptions(make_vocab_size_divisible_by=16))
-    ids = torch.randint(0, config_of(CASE).vocab_size, (2, 12), generator=torch.Generator().manual_seed(0))
-    padded = -(-config_of(CASE).vocab_size // 16) * 16
+    ids = torch.randint(0, make_config(CASE).vocab_size, (2, 12), generator=torch.Generator().manual_seed(0))
+    padded = -(-make_config(CASE).vocab_size // 16) * 16
     task = {
         "task": "load_logits",
         "name": "logits",

@@ -18,7 +18,7 @@ from hf_megatron.conversion.megatron.splits import tensor_parallel_split
 from hf_megatron.conversion.megatron_core.reader import MegatronCoreReader
 from hf_megatron.conversion.megatron_core.writer import MegatronCoreWriter
 from hf_megatron.conversion.output_folder import Output
-from tests.helpers.tiny_models import MULTIMODAL, VOCABULARY, config_of, tiny_model
+from tests.helpers.tiny_models import MULTIMODAL, VOCABULARY, make_config, build_tiny_model
 from tests.integration.conversion.test_convert import assert_equal, tensors_of
 
 LAYOUTS = {
@@ -44,7 +44,7 @@ def sources(tmp_path_factory) -> Path:
     """Hugging Face folders of all cases."""
     root = tmp_path_factory.mktemp("multimodal")
     for case in MULTIMODAL:
-        tiny_model(case, torch.bfloat16).save_pretrained(root / case, max_shard_size="100KB")
+        build_tiny_model(case, torch.bfloat16).save_pretrained(root / case, max_shard_size="100KB")
     return root
 
 
@@ -87,7 +87,7 @@ def test_encoder_weights_are_on_first_stage(case, sources, tmp_path):
     assert bool(named) is replicated
     # The last pipeline stage of the language model has the head, or a copy of the tied embeddings.
     assert "language_model.output_layer.weight" in four["mp_rank_00_001"]
-    assert ("language_model.output_layer.weight" in one) is not config_of(case).tie_word_embeddings
+    assert ("language_model.output_layer.weight" in one) is not make_config(case).tie_word_embeddings
 
 
 @pytest.mark.parametrize("case", MULTIMODAL)
@@ -95,7 +95,7 @@ def test_torch_dist_stacks_layers_like_megatron(case, sources, tmp_path):
     convert(sources / case, tmp_path / "core", "megatron_core")
     with MegatronCoreReader(tmp_path / "core") as reader:
         stored = {name: tuple(entry.shape) for name, entry in reader._store.entries.items()}
-    config, name = config_of(case), "language_model.decoder.layers.self_attention.linear_proj.weight"
+    config, name = make_config(case), "language_model.decoder.layers.self_attention.linear_proj.weight"
     if "moe" in case:
         # With a per-layer list of experts (`moe_layer_freq`), every block stores its layers separately.
         assert name not in stored
@@ -116,7 +116,7 @@ def test_torch_dist_stacks_layers_like_megatron(case, sources, tmp_path):
 @pytest.mark.parametrize("case", ["qwen2_5_vl", "qwen3_vl", "llava", "gemma3_vl_tied"])
 def test_wrong_order_and_changed_encoder_are_detected(case, sources, tmp_path, monkeypatch):
     convert(sources / case, tmp_path / "core", "megatron_core")
-    weights = tiny_model(case, torch.bfloat16)
+    weights = build_tiny_model(case, torch.bfloat16)
     with torch.no_grad():
         name, tensor = next((n, p) for n, p in weights.named_parameters() if "language_model" not in n)
         tensor.view(-1)[0] += 1
@@ -139,7 +139,7 @@ def write_without_tensors(source: Path, target: Path, case: str, start: str) -> 
     with MegatronCoreReader(source) as reader:
         plan = {key: entry for key, entry in reader.entries.items() if not key.name.startswith(start)}
         assert len(plan) < len(reader.entries)
-        config = config_of(case)
+        config = make_config(case)
         with Output(target, 1 << 20) as output:
             writer = MegatronCoreWriter(output, plan, get_family(config).model(config))
             for key in plan:
@@ -169,7 +169,7 @@ def test_missing_encoder_is_rejected(case, start, said, sources, tmp_path):
 
 @pytest.mark.parametrize("to", ["megatron_core", "megatron_legacy"])
 def test_text_and_vision_checkpoints_do_not_mix(to, sources, tmp_path):
-    tiny_model("qwen2", torch.bfloat16).save_pretrained(tmp_path / "text")
+    build_tiny_model("qwen2", torch.bfloat16).save_pretrained(tmp_path / "text")
     convert(tmp_path / "text", tmp_path / "core", to)
     (tmp_path / "core" / "config.json").unlink()
     message = r"has no language_model\.\*, visual\.\*, .* the checkpoint of a text model"
@@ -200,7 +200,7 @@ def test_missing_unused_weights_are_filled_and_reported(sources, tmp_path):
 def test_indivisible_encoder_sizes_are_rejected(sources, tmp_path):
     with pytest.raises(CheckpointError, match=r"num_attention_heads 4 is not divisible by tp_size 8"):
         convert(sources / "llava", tmp_path / "out", "megatron_core", options=TargetOptions(tp_size=8))
-    model = tiny_model("llava")
+    model = build_tiny_model("llava")
     model.config.vision_config.num_attention_heads = 2
     model.save_pretrained(tmp_path / "few")
     message = r"vision_config\.num_attention_heads 2 is not divisible by tp_size 4\. Valid sizes: 1, 2"
@@ -221,7 +221,7 @@ def test_indivisible_encoder_sizes_are_rejected(sources, tmp_path):
     ],
 )
 def test_unsupported_llava_components_are_rejected(change, said):
-    config = config_of("llava")
+    config = make_config("llava")
     change(config)
     with pytest.raises(UnsupportedError, match=re.escape(said)):
         check_config(config)
@@ -230,7 +230,7 @@ def test_unsupported_llava_components_are_rejected(change, said):
 def test_wrong_mrope_sections_are_rejected(sources, tmp_path):
     """The sections of rotary positions change no tensor shape."""
     convert(sources / "qwen2_5_vl", tmp_path / "core", "megatron_core")
-    config = config_of("qwen2_5_vl")
+    config = make_config("qwen2_5_vl")
     config.text_config.rope_parameters["mrope_section"] = [4, 2, 2]
     config.architectures = ["Qwen2_5_VLForConditionalGeneration"]
     config.save_pretrained(tmp_path / "other")
@@ -245,7 +245,7 @@ def test_plan_reports_encoder_names_and_notes(sources, tmp_path):
     assert names["model.language_model.norm.weight"] == "language_model.decoder.final_layernorm.weight"
     assert any("mrope_interleaved" in note for note in report.notes)
     assert any("round trip only" in note for note in report.notes)
-    config = config_of("llava")
+    config = make_config("llava")
     config.vision_feature_layer = -2
     assert any("vision_feature_layer=-2" in what for what in get_family(config).unstored(config))
 

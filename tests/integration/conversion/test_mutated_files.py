@@ -8,7 +8,7 @@ import pytest
 from hf_megatron.conversion import source
 from hf_megatron.conversion.megatron import name_view
 from hf_megatron.core.io.safetensors import SafetensorsFile
-from tests.helpers.mutated_files import FINDINGS, Case, drawn, outcome, run_case
+from tests.helpers.mutated_files import FINDINGS, Case, make_case, judge_conversion, run_case
 from tests.helpers.mutated_sources import make_checkpoints
 
 SEED = 1
@@ -33,11 +33,11 @@ def nothing(*arguments):
 
 
 def test_campaign_detects_skipped_checksums(sources, tmp_path, monkeypatch):
-    case = drawn(SEED, 437, sources, tmp_path / "source")
+    case = make_case(SEED, 437, sources, tmp_path / "source")
     assert case.covered
-    assert outcome(case, sources[case.name], tmp_path / "source", tmp_path / "target")[0] == "refused"
+    assert judge_conversion(case, sources[case.name], tmp_path / "source", tmp_path / "target")[0] == "refused"
     monkeypatch.setattr(source, "check_record", nothing)
-    assert outcome(case, sources[case.name], tmp_path / "source", tmp_path / "target")[0] == "wrong"
+    assert judge_conversion(case, sources[case.name], tmp_path / "source", tmp_path / "target")[0] == "wrong"
 
 
 @pytest.mark.parametrize("name", ["megatron_core", "megatron_legacy"])
@@ -48,9 +48,9 @@ def test_campaign_detects_permuted_heads(sources, tmp_path, monkeypatch, name):
     changed = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}
     path.write_text(json.dumps(json.loads(path.read_text("utf-8")) | changed), encoding="utf-8")
     case = Case(name, "config.json", False, "hf", False, False)
-    assert outcome(case, sources[name], tmp_path / "source", tmp_path / "target")[0] == "refused"
+    assert judge_conversion(case, sources[name], tmp_path / "source", tmp_path / "target")[0] == "refused"
     monkeypatch.setattr(name_view, "check_arguments", nothing)
-    assert outcome(case, sources[name], tmp_path / "source", tmp_path / "target")[0] == "wrong"
+    assert judge_conversion(case, sources[name], tmp_path / "source", tmp_path / "target")[0] == "wrong"
 
 
 def test_campaign_detects_swapped_tensors(sources, tmp_path, monkeypatch):
@@ -60,6 +60,6 @@ def test_campaign_detects_swapped_tensors(sources, tmp_path, monkeypatch):
         return read(self, name.replace("layers.1.input_layernorm", "layers.1.post_attention_layernorm"), *memory)
 
     case, checkpoint = Case("hf_one", "nothing", False, "hf", False, False), sources["hf_one"]
-    assert outcome(case, checkpoint, checkpoint.folder, tmp_path / "right")[0] == "same"
+    assert judge_conversion(case, checkpoint, checkpoint.folder, tmp_path / "right")[0] == "same"
     monkeypatch.setattr(SafetensorsFile, "read", read_swapped_tensor)
-    assert outcome(case, checkpoint, checkpoint.folder, tmp_path / "wrong")[0] == "wrong"
+    assert judge_conversion(case, checkpoint, checkpoint.folder, tmp_path / "wrong")[0] == "wrong"

@@ -12,8 +12,8 @@ from hf_megatron import UnsupportedError, local_named_parameters, prepare_optimi
 from hf_megatron.core.fork_harness import run_ranks
 from hf_megatron.core.off_stage import OffStageTensor
 from hf_megatron.pipeline_parallel import axis
-from tests.helpers.dp_training import ranks_of
-from tests.helpers.training import batch, layout, local_samples, save_tiny
+from tests.helpers.dp_training import count_ranks
+from tests.helpers.training import make_batch, parse_layout, local_samples, save_tiny
 
 LAYOUTS = ["pp2", "pp2+split", "tp2+pp2", "pp2+dp2", "pp2+dp2+zero3"]
 
@@ -26,19 +26,19 @@ def folder(request, tmp_path_factory):
 
 
 def load(path, text):
-    config = {} if text is None else {"megatron_config": layout(text)}
+    config = {} if text is None else {"megatron_config": parse_layout(text)}
     return AutoModelForCausalLM.from_pretrained(path, **config).train()
 
 
 def steps(model, optimizer, term=None, count=2):
     """Losses before each step, with `term` added, and one after."""
     for seed in range(count):
-        loss = model(**local_samples(model, batch(seed))).loss
+        loss = model(**local_samples(model, make_batch(seed))).loss
         yield loss.detach().clone()
         (loss if term is None else loss + term(model)).backward()
         optimizer.step()
         optimizer.zero_grad()
-    yield model(**local_samples(model, batch(9))).loss.detach()
+    yield model(**local_samples(model, make_batch(9))).loss.detach()
 
 
 def counts(model):
@@ -79,7 +79,7 @@ def frozen_between_steps(model):
 def gradients_by_place(model):
     optimizer = prepare_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
     for seed in range(2):
-        loss = model(**local_samples(model, batch(seed))).loss
+        loss = model(**local_samples(model, make_batch(seed))).loss
         loss.backward()
         for place, parameter in enumerate(model.parameters()):
             parameter.grad.mul_(0.1 * place)
@@ -120,7 +120,7 @@ def penalties_otherwise(model):
     trained = list(model.parameters())
     optimizer = prepare_optimizer(torch.optim.SGD(trained, lr=0.1))
     for seed in range(2):
-        loss = model(**local_samples(model, batch(seed))).loss
+        loss = model(**local_samples(model, make_batch(seed))).loss
         yield loss.detach().clone()
         total = loss * 2
         for parameter in trained:
@@ -133,7 +133,7 @@ def penalties_otherwise(model):
                 parameter.grad = gradient
         optimizer.step()
         optimizer.zero_grad()
-    yield model(**local_samples(model, batch(9))).loss.detach()
+    yield model(**local_samples(model, make_batch(9))).loss.detach()
 
 
 def average_by_place(model):
@@ -171,12 +171,12 @@ def random_numbers(model):
             parameter.add_(torch.randn_like(parameter), alpha=0.01)
             nn.init.normal_(parameter, std=0.1) if parameter.dim() > 1 else None
     yield torch.rand(())
-    yield model(**local_samples(model, batch(9))).loss.detach()
+    yield model(**local_samples(model, make_batch(9))).loss.detach()
 
 
 def steps_without_an_optimizer(model):
     for seed in range(3):
-        loss = model(**local_samples(model, batch(seed))).loss
+        loss = model(**local_samples(model, make_batch(seed))).loss
         yield loss.detach().clone()
         loss.backward()
         for parameter in model.parameters():
@@ -188,7 +188,7 @@ def drawn_masks(model):
     torch.manual_seed(3)
     optimizer = prepare_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
     for seed in range(2):
-        loss = model(**local_samples(model, batch(seed))).loss
+        loss = model(**local_samples(model, make_batch(seed))).loss
         yield loss.detach().clone()
         loss.backward()
         for parameter in model.parameters():
@@ -218,7 +218,7 @@ def head_by_its_module(model):
     optimizer = prepare_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
     for seed, trains in enumerate((True, False, True)):
         head.requires_grad_(trains)
-        loss = model(**local_samples(model, batch(seed))).loss
+        loss = model(**local_samples(model, make_batch(seed))).loss
         yield loss.detach().clone()
         loss.backward()
         if trains:
@@ -253,7 +253,7 @@ def weights_drawn_by_the_type_of_their_module(model):
     torch.manual_seed(4)
     model.apply(lambda module: nn.init.normal_(module.weight, std=0.1) if isinstance(module, nn.Linear) else None)
     yield torch.rand(())
-    yield model(**local_samples(model, batch(9))).loss.detach()
+    yield model(**local_samples(model, make_batch(9))).loss.detach()
     model.apply(model._init_weights)
     yield torch.rand(())
     yield from steps(model, prepare_optimizer(torch.optim.SGD(model.parameters(), lr=0.1)))
@@ -313,7 +313,7 @@ def found_by(path, text, loop_patterns=LOOP_PATTERNS):
 
 def on_all_ranks(path, text, loop_patterns=LOOP_PATTERNS):
     """Every number's mean over dp ranks, whose losses are those of their rows."""
-    ranks = run_ranks(lambda: found_by(path, text, loop_patterns), ranks_of(layout(text)))
+    ranks = run_ranks(lambda: found_by(path, text, loop_patterns), count_ranks(parse_layout(text)))
     return {name: torch.stack([found[name] for found in ranks]).mean(dim=0) for name in ranks[0]}
 
 
@@ -339,7 +339,7 @@ def test_a_list_of_this_ranks_weights_alone_is_seen(folder, monkeypatch):
 def test_what_needs_values_of_several_stages_is_refused(folder):
     def on_rank():
         model = load(folder, "pp2")
-        loss = model(**batch(0)).loss
+        loss = model(**make_batch(0)).loss
         loss.backward()
         off_stage = next(p for p in model.parameters() if isinstance(p, OffStageTensor))
         own = next(p for _, p in local_named_parameters(model) if p.dim() > 1)

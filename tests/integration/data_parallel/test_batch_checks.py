@@ -8,8 +8,8 @@ from hf_megatron import CheckpointError, ConfigError
 from hf_megatron.core.communication.rank_errors import raise_on_all_ranks
 from hf_megatron.core.fork_harness import run_ranks
 from hf_megatron.parallelize import parallel_state
-from tests.helpers.dp_training import ranks_of
-from tests.helpers.training import batch, layout, save_tiny
+from tests.helpers.dp_training import count_ranks
+from tests.helpers.training import make_batch, parse_layout, save_tiny
 from tests.integration.core.test_off_stage import load
 
 
@@ -25,7 +25,7 @@ def folder(tmp_path_factory):
 def test_other_rows_are_noticed_on_all_ranks(folder, text, name):
     def on_rank():
         model = load(folder, text)
-        given = batch(0) | {"attention_mask": torch.ones(4, 9, dtype=torch.long)}
+        given = make_batch(0) | {"attention_mask": torch.ones(4, 9, dtype=torch.long)}
         model(**given).loss.backward()
         other = given | {name: given[name].roll(dist.get_rank(), dims=0).clone()}
         other["attention_mask"][dist.get_rank(), -1] = 0 if name == "attention_mask" else 1
@@ -34,7 +34,7 @@ def test_other_rows_are_noticed_on_all_ranks(folder, text, name):
         # Compared again in the fourth call.
         return model(**given).loss.item()
 
-    losses = run_ranks(on_rank, ranks_of(layout(text)))
+    losses = run_ranks(on_rank, count_ranks(parse_layout(text)))
     assert losses == [losses[0]] * len(losses)
 
 
@@ -49,7 +49,7 @@ def test_a_rank_that_went_another_way_is_named(folder, text):
             with pytest.raises(
                 CheckpointError, match="Comparing the batch .*: rank 0 of 2 is at another collective: Saving"
             ):
-                model(**batch(0))
+                model(**make_batch(0))
         else:
             with pytest.raises(CheckpointError, match="rank 1 of 2 is at another collective: Comparing the batch"):
                 raise_on_all_ranks(None, state.mesh.host_group(text[:2]), "Saving a checkpoint")
@@ -60,7 +60,7 @@ def test_a_rank_that_went_another_way_is_named(folder, text):
 def test_replicas_have_batches_of_their_own(folder):
     def on_rank():
         model = load(folder, "tp2+dp2")
-        model(**batch(dist.get_rank() // 2)).loss.backward()
+        model(**make_batch(dist.get_rank() // 2)).loss.backward()
         # Nobody leaves while others still send what they reduce.
         dist.barrier()
 

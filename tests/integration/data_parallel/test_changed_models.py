@@ -8,7 +8,7 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from hf_megatron import MegatronError, prepare_optimizer
 from hf_megatron.core.fork_harness import run_ranks
-from tests.helpers.training import batch, layout, local_samples
+from tests.helpers.training import make_batch, parse_layout, local_samples
 
 
 class Scaled(nn.Module):
@@ -37,19 +37,19 @@ def untie_by_config(model):
 
 
 def differentiate_twice(model):
-    loss = model(**batch(0)).loss
+    loss = model(**make_batch(0)).loss
     (gradient,) = torch.autograd.grad(loss, [model.model.norm.weight], create_graph=True)
     (loss + gradient.pow(2).sum()).backward()
 
 
 def call_with_other_parameters(model):
-    rows = local_samples(model, batch(0))
+    rows = local_samples(model, make_batch(0))
     others = {name: parameter * 1.01 for name, parameter in model.named_parameters()}
     torch.func.functional_call(model, others, args=(), kwargs=rows)
 
 
 def differentiate_by_function(model):
-    rows = local_samples(model, batch(0))
+    rows = local_samples(model, make_batch(0))
 
     def loss(parameters):
         return torch.func.functional_call(model, parameters, args=(), kwargs=rows).loss
@@ -148,10 +148,10 @@ def add_a_value_head(model):
 )
 def test_refused(tiny, change, text, match):
     def on_rank():
-        model = AutoModelForCausalLM.from_pretrained(tiny, megatron_config=layout(text)).train()
+        model = AutoModelForCausalLM.from_pretrained(tiny, megatron_config=parse_layout(text)).train()
         with pytest.raises(MegatronError, match=match):
             change(model)
-            model(**local_samples(model, batch(0)))
+            model(**local_samples(model, make_batch(0)))
 
     run_ranks(on_rank, 2)
 
@@ -160,11 +160,11 @@ def test_a_module_added_between_steps_is_refused(tiny):
     """The parameters of a new optimizer are looked at again."""
 
     def on_rank():
-        model = AutoModelForCausalLM.from_pretrained(tiny, megatron_config=layout("tp2")).train()
+        model = AutoModelForCausalLM.from_pretrained(tiny, megatron_config=parse_layout("tp2")).train()
 
         def step():
             optimizer = prepare_optimizer(torch.optim.AdamW(model.parameters()))
-            model(**batch(0)).loss.backward()
+            model(**make_batch(0)).loss.backward()
             optimizer.step()
 
         step()
@@ -182,9 +182,9 @@ def test_layers_are_removed(tiny, change, text):
         model = AutoModelForCausalLM.from_pretrained(tiny, megatron_config=config).train()
         change(model)
         with torch.no_grad():
-            return model.eval()(**batch(0)).loss.item()
+            return model.eval()(**make_batch(0)).loss.item()
 
-    for found in run_ranks(lambda: loss(layout(text)), 2):
+    for found in run_ranks(lambda: loss(parse_layout(text)), 2):
         assert found == pytest.approx(loss(), rel=1e-5)
 
 
@@ -199,7 +199,7 @@ def test_modules_are_added(tiny, change, text):
             prepare_optimizer(optimizer)
         norms = []
         for step in range(3):
-            outputs = model(**local_samples(model, batch(step)))
+            outputs = model(**local_samples(model, make_batch(step)))
             loss = outputs.loss
             if change is add_a_value_head:
                 # Rows are as many on each rank, so that the mean over ranks is that of all.
@@ -211,7 +211,7 @@ def test_modules_are_added(tiny, change, text):
         return norms
 
     [expected] = run_ranks(train, 1)
-    for found in run_ranks(lambda: train(layout(text)), 2):
+    for found in run_ranks(lambda: train(parse_layout(text)), 2):
         assert found == pytest.approx(expected, rel=1e-4)
 
 
@@ -250,7 +250,7 @@ def losses_and_norms(path, change, config):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     found = []
     for step in range(3):
-        loss = model(**batch(step)).loss
+        loss = model(**make_batch(step)).loss
         loss.backward()
         found += [loss.item(), float(nn.utils.clip_grad_norm_(model.parameters(), 0.5))]
         optimizer.step()
@@ -261,7 +261,7 @@ def losses_and_norms(path, change, config):
 @pytest.mark.parametrize("change", [exchange_the_head, exchange_the_embedding, exchange_layers, wrap_layers])
 def test_exchanged_modules_stay_on_their_stages(tiny_uneven, change):
     [expected] = run_ranks(losses_and_norms, 1, tiny_uneven, change, None)
-    for found in run_ranks(losses_and_norms, 2, tiny_uneven, change, layout("pp2")):
+    for found in run_ranks(losses_and_norms, 2, tiny_uneven, change, parse_layout("pp2")):
         assert found == pytest.approx(expected, rel=1e-5)
 
 
@@ -277,7 +277,7 @@ def share_a_layer(model):
 @pytest.mark.parametrize("change", [swap_layers, share_a_layer])
 def test_parts_of_a_pipeline_keep_their_places(tiny_uneven, change):
     def on_rank():
-        model = AutoModelForCausalLM.from_pretrained(tiny_uneven, megatron_config=layout("pp2"))
+        model = AutoModelForCausalLM.from_pretrained(tiny_uneven, megatron_config=parse_layout("pp2"))
         with pytest.raises(MegatronError, match="cannot be replaced by another module of the pipelined model"):
             change(model)
 
@@ -286,7 +286,7 @@ def test_parts_of_a_pipeline_keep_their_places(tiny_uneven, change):
 
 def test_an_exchanged_head_is_read_on_its_stage_only(tiny_uneven):
     def on_rank():
-        model = AutoModelForCausalLM.from_pretrained(tiny_uneven, megatron_config=layout("pp2"))
+        model = AutoModelForCausalLM.from_pretrained(tiny_uneven, megatron_config=parse_layout("pp2"))
         exchange_the_head(model)
         if torch.distributed.get_rank() == 1:
             return model.lm_head.weight.shape[0]
@@ -308,11 +308,11 @@ def test_the_class_of_layers_is_followed(tiny):
             self, hidden_states * 0.9, *args, **kwargs
         )
         try:
-            return model(**batch(0)).loss.item()
+            return model(**make_batch(0)).loss.item()
         finally:
             LlamaDecoderLayer.forward = stock
 
     expected = loss()
     for text in ("pp2", "dp2+zero3"):
-        for found in run_ranks(lambda text=text: loss(layout(text)), 2):
+        for found in run_ranks(lambda text=text: loss(parse_layout(text)), 2):
             assert found == pytest.approx(expected, rel=1e-5)

@@ -18,19 +18,19 @@ from hf_megatron.data_parallel.buckets import Bucket
 from hf_megatron.parallelize import parallel_state
 from tests.helpers.dp_training import (
     backward,
-    batch,
-    error_of,
-    gradients,
-    layout,
-    load,
-    local_samples,
-    movement_error,
-    ranks_of,
-    restore,
-    snapshot,
+    make_batch,
+    measure_error,
+    gather_gradients,
+    parse_layout,
+    load_model,
+    shard_batch,
+    measure_movement_error,
+    count_ranks,
+    restore_parameters,
+    clone_parameters,
     train,
-    unmoved,
-    weights,
+    parameters_unchanged,
+    gather_weights,
 )
 
 LIMIT = 2e-4
@@ -83,12 +83,12 @@ MAKERS = _makers()
 
 def train_with_each(path, config):
     """The weights that every optimizer leaves, by name."""
-    model = load(path, config)
-    start, found = snapshot(model), {}
+    model = load_model(path, config)
+    start, found = clone_parameters(model), {}
     for name, make in MAKERS.items():
-        restore(model, start)
+        restore_parameters(model, start)
         train(model, prepare_optimizer(make(model)))
-        found[name] = weights(model)
+        found[name] = gather_weights(model)
     return found
 
 
@@ -98,8 +98,8 @@ def by_optimizer(stories):
     def trained(text):
         if text is None:
             return train_with_each(stories, None)
-        config = layout(text)
-        return [full for full in run_ranks(train_with_each, ranks_of(config), stories, config) if full["SGD"]]
+        config = parse_layout(text)
+        return [full for full in run_ranks(train_with_each, count_ranks(config), stories, config) if full["SGD"]]
 
     return trained
 
@@ -107,10 +107,10 @@ def by_optimizer(stories):
 @pytest.mark.parametrize("text", ["dp2", "tp2+dp2"])
 @pytest.mark.parametrize("name", MAKERS)
 def test_elementwise_optimizers(stories, by_optimizer, name, text):
-    start, expected, found = weights(load(stories)), by_optimizer(None)[name], by_optimizer(text)
+    start, expected, found = gather_weights(load_model(stories)), by_optimizer(None)[name], by_optimizer(text)
     assert len(found) == 2
     for full in found:
-        assert movement_error(full[name], expected, start) < LIMIT
+        assert measure_movement_error(full[name], expected, start) < LIMIT
 
 
 def test_every_known_class_of_torch_is_tested():
@@ -137,7 +137,9 @@ def one_owner_off():
 
 @pytest.mark.parametrize("fault", [own_part_only, one_owner_off], ids=lambda fault: fault.__name__)
 def test_faults_are_found(stories, fault):
-    error = error_of(stories, lambda m: train(m, prepare_optimizer(adamw(m.parameters()))), layout("dp2"), fault)
+    error = measure_error(
+        stories, lambda m: train(m, prepare_optimizer(adamw(m.parameters()))), parse_layout("dp2"), fault
+    )
     assert error > 100 * LIMIT
 
 
@@ -146,7 +148,7 @@ def test_a_learning_rate_one_percent_off_is_found(stories):
         factor = 1.0 if parallel_state(model) is None else 1.01
         train(model, prepare_optimizer(adamw(model.parameters(), lr=1e-3 * factor)))
 
-    assert error_of(stories, run, layout("dp2")) > 10 * LIMIT
+    assert measure_error(stories, run, parse_layout("dp2")) > 10 * LIMIT
 
 
 # Schedulers and state
@@ -162,39 +164,39 @@ def test_schedulers_made_before_and_after(stories, text):
         train(model, optimizer, schedulers=[first, second])
         assert second.get_last_lr() == pytest.approx([1e-2 * 0.35**3, 1e-3 * 0.35**3])
 
-    assert error_of(stories, run, layout(text)) < LIMIT
+    assert measure_error(stories, run, parse_layout(text)) < LIMIT
 
 
 @pytest.mark.parametrize("text", ["dp2", "tp2+dp2+zero2", "dp2+zero3"])
 def test_state_dict_round_trip_continues_bit_equal(stories, text):
     def on_rank():
-        model = load(stories, layout(text))
+        model = load_model(stories, parse_layout(text))
         optimizer = prepare_optimizer(adamw(groups(model)))
         train(model, optimizer, 2)
-        state, middle = copy.deepcopy(optimizer.state_dict()), snapshot(model)
+        state, middle = copy.deepcopy(optimizer.state_dict()), clone_parameters(model)
         names = {name for name, _ in model.named_parameters()}
         assert set(state["state"]) == names
         assert {name for group in state["param_groups"] for name in group["params"]} == names
         train(model, optimizer, 2, first=2)
-        expected = snapshot(model)
+        expected = clone_parameters(model)
 
         results = []
         for load_it in (True, False):
-            restore(model, middle)
+            restore_parameters(model, middle)
             again = prepare_optimizer(adamw(groups(model)))
             if load_it:
                 again.load_state_dict(state)
             train(model, again, 2, first=2)
-            results.append(unmoved(model, expected))
+            results.append(parameters_unchanged(model, expected))
         return results
 
     # Without its state an optimizer goes elsewhere.
-    assert run_ranks(on_rank, ranks_of(layout(text))) == [[True, False]] * ranks_of(layout(text))
+    assert run_ranks(on_rank, count_ranks(parse_layout(text))) == [[True, False]] * count_ranks(parse_layout(text))
 
 
 def test_state_of_unknown_parameters_is_refused(stories):
     def on_rank():
-        model = load(stories, layout("dp2"))
+        model = load_model(stories, parse_layout("dp2"))
         optimizer = prepare_optimizer(adamw(model.parameters()))
         state = optimizer.state_dict()
         state["param_groups"][0]["params"][0] = "another.weight"
@@ -206,7 +208,7 @@ def test_state_of_unknown_parameters_is_refused(stories):
 
 def test_state_shrinks_with_the_dp_ranks(stories):
     def state_bytes(config=None):
-        model = load(stories, config)
+        model = load_model(stories, config)
         optimizer = prepare_optimizer(adamw(model.parameters()))
         train(model, optimizer, 1)
         tensors = [t for state in optimizer.state.values() for t in state.values() if t.ndim]
@@ -225,7 +227,7 @@ def test_optimizers_of_the_past_are_freed(stories):
     import weakref
 
     def on_rank():
-        model = load(stories, layout("dp2"))
+        model = load_model(stories, parse_layout("dp2"))
         optimizer = prepare_optimizer(adamw(model.parameters()))
         train(model, optimizer, 1)
         gone = weakref.ref(optimizer)
@@ -255,14 +257,14 @@ def test_frozen_then_unfrozen_then_frozen(stories, text):
         freeze(model, "q_proj", "layernorm", "mlp")
         train(model, optimizer, 2, first=2)
         optimizer.zero_grad()
-        before = snapshot(model)
+        before = clone_parameters(model)
         freeze(model, "mlp")
         train(model, optimizer, 1, first=4)
         optimizer.zero_grad()
-        for name, value in snapshot(model).items():
+        for name, value in clone_parameters(model).items():
             assert ("mlp" in name) != torch.equal(value, before[name]), name
 
-    assert error_of(stories, run, layout(text)) < LIMIT
+    assert measure_error(stories, run, parse_layout(text)) < LIMIT
 
 
 @pytest.mark.parametrize("text", ["dp2", "dp2+zero0", "tp2+sp+dp2+zero2", "dp2+zero3"])
@@ -276,7 +278,7 @@ def test_unfrozen_and_added_as_a_group(stories, text):
         optimizer.add_param_group({"params": added, "lr": 1e-2})
         train(model, optimizer, 2, first=2)
 
-    assert error_of(stories, run, layout(text)) < LIMIT
+    assert measure_error(stories, run, parse_layout(text)) < LIMIT
 
 
 @pytest.mark.parametrize("text", ["dp2", "tp2+dp2", "dp2+zero0"])
@@ -295,12 +297,12 @@ def test_two_optimizers_of_one_model(stories, text):
             second.step()
             second.zero_grad()
 
-    assert error_of(stories, run, layout(text)) < LIMIT
+    assert measure_error(stories, run, parse_layout(text)) < LIMIT
 
 
 def test_a_parameter_of_another_model_is_refused(stories):
     def on_rank():
-        model = load(stories, layout("dp2"))
+        model = load_model(stories, parse_layout("dp2"))
         parameters = [*model.parameters(), torch.nn.Parameter(torch.zeros(3))]
         with pytest.raises(ConfigError, match=r"shape \(3,\)"):
             prepare_optimizer(adamw(parameters))
@@ -311,7 +313,7 @@ def test_a_parameter_of_another_model_is_refused(stories):
 @pytest.mark.parametrize("text", ["tp2", "dp2+zero0", "dp2", "dp2+zero3", "pp2"])
 def test_one_optimizer_of_two_models_is_refused(stories, text):
     def on_rank():
-        first, second = load(stories, layout(text)), load(stories, layout(text))
+        first, second = load_model(stories, parse_layout(text)), load_model(stories, parse_layout(text))
         optimizer = adamw([*first.parameters(), *second.parameters()])
         with pytest.raises(ConfigError, match="Create one optimizer per model"):
             prepare_optimizer(optimizer)
@@ -359,38 +361,38 @@ def leave_the_sum_where_gradients_are_written():
     ],
 )
 def test_windows_with_and_without_no_sync_and_zero_grad(stories, text, prepare, is_right):
-    one = load(stories)
+    one = load_model(stories)
     backward(one, (0, 1, 2))
-    expected = gradients(one)
+    expected = gather_gradients(one)
 
     def on_rank():
         if prepare is not None:
             prepare()
-        model = load(stories, layout(text))
+        model = load_model(stories, parse_layout(text))
         optimizer = prepare_optimizer(adamw(model.parameters()))
         errors = []
         for forget in (optimizer.zero_grad, model.zero_grad):
             backward(model, (0, 1, 2))
-            errors.append(largest_difference(gradients(model), expected))
+            errors.append(largest_difference(gather_gradients(model), expected))
             forget()
-            assert all(gradient is None for gradient in gradients(model).values())
+            assert all(gradient is None for gradient in gather_gradients(model).values())
             for seed in (0, 1, 2):
-                (model(**local_samples(model, batch(seed))).loss / 3).backward()
-            errors.append(largest_difference(gradients(model), expected))
+                (model(**shard_batch(model, make_batch(seed))).loss / 3).backward()
+            errors.append(largest_difference(gather_gradients(model), expected))
             forget()
             # Half a window that is thrown away, reduced or not.
-            (model(**local_samples(model, batch(5))).loss / 3).backward()
+            (model(**shard_batch(model, make_batch(5))).loss / 3).backward()
             forget()
             with model.no_sync():
-                (model(**local_samples(model, batch(6))).loss / 3).backward()
+                (model(**shard_batch(model, make_batch(6))).loss / 3).backward()
             forget()
         # What comes twice is found.
         backward(model, (0, 1, 2))
         backward(model, (0, 1, 2))
-        return max(errors), largest_difference(gradients(model), expected)
+        return max(errors), largest_difference(gather_gradients(model), expected)
 
     scale = max(gradient.abs().max().item() for gradient in expected.values())
-    for error, twice in run_ranks(on_rank, ranks_of(layout(text))):
+    for error, twice in run_ranks(on_rank, count_ranks(parse_layout(text))):
         assert (error < 1e-5 * scale) == is_right
         assert twice > 0.5 * scale
 
@@ -399,7 +401,7 @@ def test_windows_with_and_without_no_sync_and_zero_grad(stories, text, prepare, 
 def test_one_communication_per_window(stories, text):
     def on_rank():
         bucket_assignment.default_capacity = lambda *args, **kwargs: 2**17
-        model = load(stories, layout(text))
+        model = load_model(stories, parse_layout(text))
         reducer = parallel_state(model).data_parallel.reducer
         sends, send = [], torch.distributed.isend
         torch.distributed.isend = lambda tensor, **kwargs: sends.append(tensor) or send(tensor, **kwargs)
@@ -408,11 +410,11 @@ def test_one_communication_per_window(stories, text):
         with_no_sync = len(sends)
         reducer.discard()
         for seed in (0, 1, 2):
-            model(**local_samples(model, batch(seed))).loss.backward()
+            model(**shard_batch(model, make_batch(seed))).loss.backward()
         reducer.finish()
         return len(reducer.buckets), with_no_sync, len(sends) - with_no_sync
 
-    for number, with_no_sync, without in run_ranks(on_rank, ranks_of(layout(text))):
+    for number, with_no_sync, without in run_ranks(on_rank, count_ranks(parse_layout(text))):
         assert number > 3 and with_no_sync == number and without == 3 * number
 
 
@@ -424,13 +426,13 @@ def test_a_layer_that_one_rank_skips(stories, text):
         model.model.layers[-1].forward = lambda hidden_states, *args, **kwargs: hidden_states
 
     def half(seed, rank):
-        model = load(stories)
-        part = {name: value.tensor_split(2)[rank] for name, value in batch(seed).items()}
-        targets = (batch(seed)["labels"][:, 1:] != -100).sum()
+        model = load_model(stories)
+        part = {name: value.tensor_split(2)[rank] for name, value in make_batch(seed).items()}
+        targets = (make_batch(seed)["labels"][:, 1:] != -100).sum()
         if rank == 1:
             skip(model)
         (model(**part, num_items_in_batch=targets).loss).backward()
-        return gradients(model)
+        return gather_gradients(model)
 
     expected = {}
     for seed, rank in ((0, 0), (0, 1), (1, 0), (1, 1)):
@@ -440,15 +442,15 @@ def test_a_layer_that_one_rank_skips(stories, text):
 
     def on_rank():
         bucket_assignment.default_capacity = lambda *args, **kwargs: 2**17
-        model = load(stories, layout(text))
+        model = load_model(stories, parse_layout(text))
         if torch.distributed.get_rank() == 1:
             skip(model)
         for seed in (3, 4):
-            model(**local_samples(model, batch(seed))).loss.backward()
+            model(**shard_batch(model, make_batch(seed))).loss.backward()
             model.zero_grad()
         for seed in (0, 1):
-            model(**local_samples(model, batch(seed))).loss.backward()
-        return largest_difference(gradients(model), expected)
+            model(**shard_batch(model, make_batch(seed))).loss.backward()
+        return largest_difference(gather_gradients(model), expected)
 
     scale = max(gradient.abs().max().item() for gradient in expected.values())
     for error in run_ranks(on_rank, 2):
@@ -462,7 +464,7 @@ STEPS = 8
 
 def in_one_process_bf16(stories, start):
     """A bf16 model whose fp32 weights are kept beside it."""
-    model = load(stories, dtype=torch.bfloat16)
+    model = load_model(stories, dtype=torch.bfloat16)
     main = {name: start[name].clone().requires_grad_() for name, _ in model.named_parameters()}
     optimizer = adamw(main.values(), lr=1e-5)
     for step in range(STEPS):
@@ -471,27 +473,27 @@ def in_one_process_bf16(stories, start):
         for name, parameter in model.named_parameters():
             main[name].grad = parameter.grad.float()
         optimizer.step()
-        restore(model, main)
+        restore_parameters(model, main)
     return main
 
 
 @pytest.mark.parametrize("text", ["dp2", "tp2", "tp2+dp2"])
 def test_bf16_parameters_follow_fp32(stories, text):
     """Steps of 1e-5 on weights whose neighbours in bf16 are 1e-3 away: only main weights can take them."""
-    rounded = load(stories, dtype=torch.bfloat16)
+    rounded = load_model(stories, dtype=torch.bfloat16)
     start = {name: parameter.detach().float() for name, parameter in rounded.named_parameters()}
-    exact = load(stories)
-    restore(exact, start)
+    exact = load_model(stories)
+    restore_parameters(exact, start)
     reference = adamw(exact.parameters(), lr=1e-5)
     for step in range(STEPS):
         reference.zero_grad()
         backward(exact, (2 * step,))
         reference.step()
-    expected = snapshot(exact)
-    allowed = movement_error(in_one_process_bf16(stories, start), expected, start)
+    expected = clone_parameters(exact)
+    allowed = measure_movement_error(in_one_process_bf16(stories, start), expected, start)
 
     def on_rank():
-        model = load(stories, layout(text), dtype=torch.bfloat16)
+        model = load_model(stories, parse_layout(text), dtype=torch.bfloat16)
         optimizer = prepare_optimizer(adamw(model.parameters(), lr=1e-5))
         for step in range(STEPS):
             optimizer.zero_grad()
@@ -514,7 +516,7 @@ def test_bf16_parameters_follow_fp32(stories, text):
             moved += (own != begin).sum().item() / begin.numel() if begin.numel() else 1.0
         return apart, way, moved / len(optimizer._hf_megatron.leaves)
 
-    found = run_ranks(on_rank, ranks_of(layout(text)))
+    found = run_ranks(on_rank, count_ranks(parse_layout(text)))
     error = (sum(apart for apart, _, _ in found) / sum(way for _, way, _ in found)) ** 0.5
     assert error < 1.5 * allowed, (error, allowed)
     assert all(moved > 0.9 for _, _, moved in found)
@@ -525,11 +527,11 @@ def test_bf16_without_main_weights_does_not_move(stories):
 
     def on_rank():
         config = MegatronConfig(dp_size=2, fp32_main_params=False)
-        model = load(stories, config, dtype=torch.bfloat16)
-        before = snapshot(model)
+        model = load_model(stories, config, dtype=torch.bfloat16)
+        before = clone_parameters(model)
         optimizer = prepare_optimizer(adamw(model.parameters(), lr=1e-5))
         train(model, optimizer, 3)
-        after = snapshot(model)
+        after = clone_parameters(model)
         return sum((after[n] != before[n]).sum().item() for n in before) / sum(p.numel() for p in before.values())
 
     assert all(moved < 0.1 for moved in run_ranks(on_rank, 2))
@@ -540,9 +542,11 @@ def test_offloaded_state_gives_bitwise_the_same(stories, dtype):
     def on_rank(stage):
         results = []
         for offload in (False, True):
-            model = load(stories, MegatronConfig(dp_size=2, zero_stage=stage, offload_optimizer=offload), dtype=dtype)
+            model = load_model(
+                stories, MegatronConfig(dp_size=2, zero_stage=stage, offload_optimizer=offload), dtype=dtype
+            )
             train(model, prepare_optimizer(adamw(groups(model))), 2)
-            results.append(snapshot(model))
+            results.append(clone_parameters(model))
         return all(
             torch.equal(results[0][name].view(torch.uint8), v.view(torch.uint8)) for name, v in results[1].items()
         )
@@ -573,12 +577,12 @@ REFUSED = {
 @pytest.mark.parametrize("text", ["dp2", "tp2", "tp2+dp2+zero0", "dp2+zero3"])
 def test_classes_that_see_full_parameters_are_refused_by_name(stories, text):
     def on_rank():
-        model = load(stories, layout(text))
+        model = load_model(stories, parse_layout(text))
         for name, make in REFUSED.items():
             with pytest.raises(UnsupportedError, match=f"{name} is not known to be elementwise"):
                 prepare_optimizer(make(model))
 
-    run_ranks(on_rank, ranks_of(layout(text)))
+    run_ranks(on_rank, count_ranks(parse_layout(text)))
 
 
 # Muon orthogonalises in bf16, where round-off of the gradient shows.
@@ -587,20 +591,20 @@ def test_full_parameters_take_any_class(stories, name, limit):
     def run(model):
         train(model, prepare_optimizer(REFUSED[name](model)))
 
-    assert error_of(stories, run, layout("dp2+zero0")) < limit
+    assert measure_error(stories, run, parse_layout("dp2+zero0")) < limit
 
 
 def test_a_class_declared_elementwise(stories):
     def run(model):
         train(model, prepare_optimizer(Unknown(model.parameters(), lr=1e-1), elementwise=True))
 
-    assert error_of(stories, run, layout("tp2+dp2")) < LIMIT
+    assert measure_error(stories, run, parse_layout("tp2+dp2")) < LIMIT
 
 
 @pytest.mark.parametrize("text", ["dp2", "dp2+zero0"])
 def test_an_unprepared_optimizer_is_refused_when_it_steps(stories, text):
     def on_rank():
-        model = load(stories, layout(text))
+        model = load_model(stories, parse_layout(text))
         optimizer = adamw(model.parameters())
         backward(model)
         parallel_state(model).data_parallel.reducer.finish()
@@ -612,12 +616,12 @@ def test_an_unprepared_optimizer_is_refused_when_it_steps(stories, text):
 
 def test_a_closure_is_refused(stories):
     def on_rank():
-        model = load(stories, layout("dp2"))
+        model = load_model(stories, parse_layout("dp2"))
         optimizer = prepare_optimizer(adamw(model.parameters()))
         backward(model)
         parallel_state(model).data_parallel.reducer.finish()
         with pytest.raises(UnsupportedError, match="closure"):
-            optimizer.step(lambda: model(**local_samples(model, batch())).loss)
+            optimizer.step(lambda: model(**shard_batch(model, make_batch())).loss)
         with pytest.raises(UnsupportedError, match="closure"):
             optimizer.step(closure=lambda: 0.0)
 
@@ -626,7 +630,7 @@ def test_a_closure_is_refused(stories):
 
 def test_an_optimizer_that_has_stepped_is_refused(stories):
     def on_rank():
-        model = load(stories, layout("tp2"))
+        model = load_model(stories, parse_layout("tp2"))
         optimizer = adamw([p for n, p in model.named_parameters() if "mlp" in n])
         backward(model)
         optimizer.step()
@@ -662,19 +666,22 @@ def test_norm_and_clipping_with_frozen_parameters(stories, text):
             optimizer.step()
         assert min(norms) > 0.2, "nothing was clipped"
 
-    config = MegatronConfig(**layout(text).to_dict() | {"gradient_clipping": 0.1})
-    assert error_of(stories, run, config) < LIMIT
+    config = MegatronConfig(**parse_layout(text).to_dict() | {"gradient_clipping": 0.1})
+    assert measure_error(stories, run, config) < LIMIT
 
 
 @pytest.mark.parametrize("name", ["Adagrad", "AdamW", "SGD"])
 def test_elementwise_optimizers_with_sharded_weights(stories, name):
-    assert error_of(stories, lambda m: train(m, prepare_optimizer(MAKERS[name](m))), layout("dp2+zero3")) < LIMIT
+    assert (
+        measure_error(stories, lambda m: train(m, prepare_optimizer(MAKERS[name](m))), parse_layout("dp2+zero3"))
+        < LIMIT
+    )
 
 
 @pytest.mark.parametrize("text", ["dp2", "tp2"])
 def test_a_prepared_optimizer_is_not_copied(stories, text):
     def on_rank():
-        optimizer = prepare_optimizer(adamw(load(stories, layout(text)).parameters()))
+        optimizer = prepare_optimizer(adamw(load_model(stories, parse_layout(text)).parameters()))
         for take in (copy.deepcopy, pickle.dumps):
             with pytest.raises(UnsupportedError, match="cannot be copied or pickled"):
                 take(optimizer)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.helpers.training import Runs, batch, local_samples
+from tests.helpers.training import PatternRuns, make_batch, local_samples
 
 LAYOUTS = ["dp2+zero3", "tp2+dp2+zero3"]
 
@@ -15,7 +15,7 @@ def called_before_the_first_forward(loop):
 
 def embedding_called(loop):
     loop.step(0)
-    rows = local_samples(loop.model, batch(1))
+    rows = local_samples(loop.model, make_batch(1))
     embeds = loop.model.get_input_embeddings()(rows["input_ids"])
     loop.model(inputs_embeds=embeds, labels=rows["labels"]).loss.backward()
 
@@ -33,7 +33,7 @@ def part_of_a_layer_called(loop):
 
 def base_model_called(loop):
     loop.step(0)
-    loop.model.model(input_ids=batch(0)["input_ids"])
+    loop.model.model(input_ids=make_batch(0)["input_ids"])
 
 
 def layer_called(loop):
@@ -75,7 +75,7 @@ LOOP_PATTERNS = {
 
 @pytest.fixture(scope="module")
 def runs(tiny):
-    return Runs(tiny, LOOP_PATTERNS)
+    return PatternRuns(tiny, LOOP_PATTERNS)
 
 
 @pytest.mark.parametrize("text", LAYOUTS)

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from hf_megatron import CheckpointError
 from hf_megatron.core.fork_harness import run_ranks
-from tests.helpers.training import Runs, batch, cells, layout, local_samples
+from tests.helpers.training import PatternRuns, make_batch, make_parameters, parse_layout, local_samples
 
 LAYOUTS = ["tp2", "tp2+sp", "dp2", "dp2+zero2", "dp2+zero3", "tp2+dp2+zero3"]
 LOOP_PATTERNS = {}
@@ -198,8 +198,10 @@ def reach_parameters_through_groups(loop):
 def evaluate_in_inference_mode(loop):
     for seed in range(2):
         with torch.inference_mode():
-            loop.see(f"loss {seed}", loop.model(**batch(seed + 20)).loss)
-            loop.model.eval().generate(batch(0)["input_ids"][:, :4], max_new_tokens=2, do_sample=False, pad_token_id=0)
+            loop.see(f"loss {seed}", loop.model(**make_batch(seed + 20)).loss)
+            loop.model.eval().generate(
+                make_batch(0)["input_ids"][:, :4], max_new_tokens=2, do_sample=False, pad_token_id=0
+            )
         loop.model.train()
         loop.step(seed)
 
@@ -210,18 +212,18 @@ IMPOSSIBLE = {"pp2": LOOP_PATTERNS.keys() - {"evaluate_in_inference_mode", "take
 
 @pytest.fixture(scope="module")
 def runs(tiny_uneven):
-    return Runs(tiny_uneven, LOOP_PATTERNS, IMPOSSIBLE)
+    return PatternRuns(tiny_uneven, LOOP_PATTERNS, IMPOSSIBLE)
 
 
-@pytest.mark.parametrize(("name", "text"), cells(LOOP_PATTERNS, [*LAYOUTS, "pp2"], IMPOSSIBLE))
+@pytest.mark.parametrize(("name", "text"), make_parameters(LOOP_PATTERNS, [*LAYOUTS, "pp2"], IMPOSSIBLE))
 def test_as_one_process(runs, name, text):
     runs.compare(text, name)
 
 
 def save_and_load(path, text, folder):
     """Losses before training, and after the weights of that time are loaded again."""
-    model = AutoModelForCausalLM.from_pretrained(path, megatron_config=layout(text)).train()
-    rows = local_samples(model, batch(0))
+    model = AutoModelForCausalLM.from_pretrained(path, megatron_config=parse_layout(text)).train()
+    rows = local_samples(model, make_batch(0))
     file = folder / str(dist.get_rank())
     torch.save(model.state_dict(), file)
     dist.barrier()
@@ -245,7 +247,7 @@ def test_a_pickled_part_is_read_by_the_rank_that_wrote_it(tiny_uneven, tmp_path,
 
 def test_transposing_in_place_says_what_to_do_instead(tiny_uneven):
     def on_rank():
-        model = AutoModelForCausalLM.from_pretrained(tiny_uneven, megatron_config=layout("tp2"))
+        model = AutoModelForCausalLM.from_pretrained(tiny_uneven, megatron_config=parse_layout("tp2"))
         weight = model.model.layers[0].mlp.down_proj.weight
         assert isinstance(weight, DTensor)
         with pytest.raises(Exception, match="weight.copy_"):

@@ -6,8 +6,8 @@ from transformers import AutoModelForCausalLM
 
 from hf_megatron import prepare_optimizer
 from hf_megatron.core.fork_harness import run_ranks
-from tests.helpers.dp_training import layout
-from tests.helpers.training import batch, full
+from tests.helpers.dp_training import parse_layout
+from tests.helpers.training import make_batch, gather_full_tensors
 
 
 def scale(parameter):
@@ -24,7 +24,9 @@ def read(parameter):
 
 def gradients(path, hook, seeds, early):
     """What two backwards leave in `.grad`, and how far one step moves weights, of all parameters in a row."""
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16, megatron_config=layout("tp2")).train()
+    model = AutoModelForCausalLM.from_pretrained(
+        path, dtype=torch.bfloat16, megatron_config=parse_layout("tp2")
+    ).train()
     optimizer = None if early else prepare_optimizer(torch.optim.SGD(model.parameters(), lr=1.0))
     if hook is not None:
         for parameter in model.parameters():
@@ -33,10 +35,12 @@ def gradients(path, hook, seeds, early):
         optimizer = prepare_optimizer(torch.optim.SGD(model.parameters(), lr=1.0))
     before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     for seed in seeds:
-        model(**batch(seed)).loss.backward()
-    found = full(model, {name: parameter.grad for name, parameter in model.named_parameters()})
+        model(**make_batch(seed)).loss.backward()
+    found = gather_full_tensors(model, {name: parameter.grad for name, parameter in model.named_parameters()})
     optimizer.step()
-    moved = full(model, {name: before[name] - parameter.detach() for name, parameter in model.named_parameters()})
+    moved = gather_full_tensors(
+        model, {name: before[name] - parameter.detach() for name, parameter in model.named_parameters()}
+    )
     return [torch.cat([v.float().flatten() for v in values.values()]) if values else None for values in (found, moved)]
 
 

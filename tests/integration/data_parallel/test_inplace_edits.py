@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.helpers.training import Runs, cells
+from tests.helpers.training import PatternRuns, make_parameters
 
 LAYOUTS = ["tp2", "tp2+sp", "dp2", "dp2+zero3", "tp2+dp2", "tp2+dp2+zero3"]
 IN_HALF = ["tp2", "dp2", "dp2+zero3"]
@@ -23,12 +23,12 @@ def in_half_precision_too(function):
 
 @pytest.fixture(scope="module")
 def runs(tiny_uneven):
-    return Runs(tiny_uneven, LOOP_PATTERNS)
+    return PatternRuns(tiny_uneven, LOOP_PATTERNS)
 
 
 @pytest.fixture(scope="module")
 def half_runs(tiny_uneven):
-    return Runs(tiny_uneven, HALF, dtype=torch.bfloat16)
+    return PatternRuns(tiny_uneven, HALF, dtype=torch.bfloat16)
 
 
 def embedding(loop):
@@ -244,12 +244,12 @@ for edit in (redraw_head, redraw_modules, apply_init_weights, add_noise):
 named("random_gradient_noise", edits_gradients(add_noise_to_gradients))
 
 
-@pytest.mark.parametrize("name, text", cells(LOOP_PATTERNS, LAYOUTS, {}))
+@pytest.mark.parametrize("name, text", make_parameters(LOOP_PATTERNS, LAYOUTS, {}))
 def test_as_one_process(runs, name, text):
     runs.compare(text, name)
 
 
-@pytest.mark.parametrize("name, text", cells(HALF, IN_HALF, {}))
+@pytest.mark.parametrize("name, text", make_parameters(HALF, IN_HALF, {}))
 def test_in_half_precision(half_runs, name, text):
     """bfloat16 rounds sums over ranks in other places: what is lost moves weights further than that."""
     expected = half_runs.of(None)[name][0].weights["the habit"]

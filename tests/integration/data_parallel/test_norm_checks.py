@@ -7,8 +7,8 @@ from transformers import AutoModelForCausalLM
 
 from hf_megatron import UnsupportedError, local_named_parameters, prepare_optimizer
 from hf_megatron.core.fork_harness import run_ranks
-from tests.helpers.dp_training import layout
-from tests.helpers.training import batch, save_tiny
+from tests.helpers.dp_training import parse_layout
+from tests.helpers.training import make_batch, save_tiny
 
 
 @pytest.fixture(scope="module")
@@ -22,9 +22,9 @@ def folders(tmp_path_factory):
 
 
 def load(path, text):
-    config = {} if text is None else {"megatron_config": layout(text)}
+    config = {} if text is None else {"megatron_config": parse_layout(text)}
     model = AutoModelForCausalLM.from_pretrained(path, **config).train()
-    model(**batch(1)).loss.backward()
+    model(**make_batch(1)).loss.backward()
     return model
 
 
@@ -51,12 +51,12 @@ def norms(path, text=None):
     for parameter in chosen(model, "embed", "layers.0.", "layers.1.self_attn"):
         parameter.requires_grad_(False)
     optimizer.zero_grad()
-    model(**batch(2)).loss.backward()
+    model(**make_batch(2)).loss.backward()
     found.append(clip_grad_norm_(model.parameters(), 0.1))
     # All that a stage trains, and a part of what the other does.
     found.append(clip_grad_norm_(chosen(model, "layers"), 0.02))
     optimizer.step()
-    return torch.stack([*(torch.as_tensor(norm).float() for norm in found), model(**batch(3)).loss.detach()])
+    return torch.stack([*(torch.as_tensor(norm).float() for norm in found), model(**make_batch(3)).loss.detach()])
 
 
 @pytest.mark.parametrize("text", ["pp2", "pp2+dp2"])
@@ -121,7 +121,7 @@ def after_patterns(path, text=None):
         found += loop_pattern(model)
         if loop_pattern is not of_an_optimizers_groups:
             prepare_optimizer(torch.optim.SGD(model.parameters(), lr=0.1)).step()
-        found.append(model(**batch(3)).loss)
+        found.append(model(**make_batch(3)).loss)
     return torch.stack([torch.as_tensor(norm).detach().float() for norm in found])
 
 

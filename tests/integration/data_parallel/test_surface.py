@@ -14,7 +14,16 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaFor
 from hf_megatron import MegatronConfig, RankError, UnsupportedError
 from hf_megatron.core.fork_harness import run_ranks
 from hf_megatron.parallelize import parallel_state
-from tests.helpers.dp_training import backward, gradients, layout, load, ranks_of, snapshot, unmoved, weights
+from tests.helpers.dp_training import (
+    backward,
+    gather_gradients,
+    parse_layout,
+    load_model,
+    count_ranks,
+    clone_parameters,
+    parameters_unchanged,
+    gather_weights,
+)
 
 STAGES = ["dp2", "dp2+zero3", "tp2+dp2+zero0", "tp2+dp2+zero1", "tp2+dp2+zero3"]
 
@@ -25,7 +34,9 @@ def equal(found, expected):
 
 @pytest.mark.parametrize("text", STAGES)
 def test_saved_files_are_the_source(stories, tmp_path, text):
-    run_ranks(lambda: load(stories, layout(text)).save_pretrained(tmp_path), ranks_of(layout(text)))
+    run_ranks(
+        lambda: load_model(stories, parse_layout(text)).save_pretrained(tmp_path), count_ranks(parse_layout(text))
+    )
     assert equal(load_file(tmp_path / "model.safetensors"), load_file(stories / "model.safetensors"))
     assert json.loads((tmp_path / "config.json").read_text())["architectures"] == ["LlamaForCausalLM"]
     assert not [file for file in tmp_path.iterdir() if file.suffix == ".tmp"]
@@ -34,11 +45,11 @@ def test_saved_files_are_the_source(stories, tmp_path, text):
 @pytest.mark.parametrize("text", STAGES)
 def test_accelerates_state_dict_is_full_on_the_first_rank(stories, text):
     def on_rank():
-        model = load(stories, layout(text))
+        model = load_model(stories, parse_layout(text))
         accelerator = Accelerator(cpu=True)
         return accelerator.get_state_dict(accelerator.prepare(model))
 
-    assert equal(run_ranks(on_rank, ranks_of(layout(text)))[0], load(stories).state_dict())
+    assert equal(run_ranks(on_rank, count_ranks(parse_layout(text)))[0], load_model(stories).state_dict())
 
 
 @pytest.mark.parametrize("text", STAGES)
@@ -51,12 +62,12 @@ def test_generate_with_another_prompt_on_each_dp_rank(stories, text):
         return model.eval().generate(tokens, max_new_tokens=lengths[rank], do_sample=False)
 
     def on_rank():
-        model = load(stories, layout(text))
+        model = load_model(stories, parse_layout(text))
         rank = parallel_state(model).mesh.dp_rank
         return rank, generate(model, rank)
 
-    expected = [generate(load(stories), rank) for rank in (0, 1)]
-    for rank, tokens in run_ranks(on_rank, ranks_of(layout(text))):
+    expected = [generate(load_model(stories), rank) for rank in (0, 1)]
+    for rank, tokens in run_ranks(on_rank, count_ranks(parse_layout(text))):
         assert torch.equal(tokens, expected[rank])
 
 
@@ -64,7 +75,7 @@ def test_generate_without_waiting_for_the_others_is_found(stories):
     """The seeded fault: one rank leaves while the other still gathers weights."""
 
     def on_rank():
-        model, rank = load(stories, layout("dp2+zero3")).eval(), dist.get_rank()
+        model, rank = load_model(stories, parse_layout("dp2+zero3")).eval(), dist.get_rank()
         model.generate(torch.tensor([[1, 403]]), max_new_tokens=3 + 5 * rank, do_sample=False, synced_gpus=False)
 
     with pytest.raises(RankError):
@@ -76,38 +87,38 @@ def test_drawn_weights_do_not_depend_on_the_layout(stories):
 
     def on_rank(text, seed=3):
         torch.manual_seed(dist.get_rank())
-        values = layout(text).to_dict() | {"seed": seed}
-        return weights(AutoModelForCausalLM.from_config(source, megatron_config=MegatronConfig(**values)))
+        values = parse_layout(text).to_dict() | {"seed": seed}
+        return gather_weights(AutoModelForCausalLM.from_config(source, megatron_config=MegatronConfig(**values)))
 
     expected = run_ranks(on_rank, 2, "tp2")[0]
     for text in STAGES:
-        for found in run_ranks(on_rank, ranks_of(layout(text)), text):
+        for found in run_ranks(on_rank, count_ranks(parse_layout(text)), text):
             assert not found or equal(found, expected), text
     assert not equal(run_ranks(on_rank, 2, "dp2", seed=4)[0], expected)
 
 
 def test_a_deep_copy_evaluates_and_stays(stories):
     def on_rank():
-        model = load(stories, layout("dp2"))
+        model = load_model(stories, parse_layout("dp2"))
         duplicate = copy.deepcopy(model)
-        before = snapshot(duplicate)
+        before = clone_parameters(duplicate)
         backward(model)
         duplicate.zero_grad()
-        assert all(gradient is not None for gradient in gradients(model).values())
+        assert all(gradient is not None for gradient in gather_gradients(model).values())
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.zero_()
-        assert unmoved(duplicate, before)
+        assert parameters_unchanged(duplicate, before)
         return duplicate.eval()(input_ids=torch.tensor([[1, 403, 407]])).logits.detach()
 
-    expected = load(stories)(input_ids=torch.tensor([[1, 403, 407]])).logits
+    expected = load_model(stories)(input_ids=torch.tensor([[1, 403, 407]])).logits
     for logits in run_ranks(on_rank, 2):
         torch.testing.assert_close(logits, expected)
 
 
 def test_training_a_deep_copy_is_refused(stories):
     def on_rank():
-        duplicate = copy.deepcopy(load(stories, layout("dp2")))
+        duplicate = copy.deepcopy(load_model(stories, parse_layout("dp2")))
         with pytest.raises(UnsupportedError, match="deep copy"):
             backward(duplicate)
 
@@ -117,7 +128,7 @@ def test_training_a_deep_copy_is_refused(stories):
 @pytest.mark.parametrize("text", ["dp2+zero0", "dp2", "dp2+zero2"])
 def test_one_rank_evaluates_alone(stories, text):
     def on_rank():
-        model = load(stories, layout(text))
+        model = load_model(stories, parse_layout(text))
         backward(model)
         loss = 0.0
         if dist.get_rank() == 0:
@@ -126,16 +137,16 @@ def test_one_rank_evaluates_alone(stories, text):
                 loss = model.eval()(input_ids=ids, labels=ids).loss.item()
         model.train()
         backward(model)
-        return loss, gradients(model).keys() == dict(model.named_parameters()).keys()
+        return loss, gather_gradients(model).keys() == dict(model.named_parameters()).keys()
 
     ids = torch.tensor([[1, 403, 407, 261]])
-    expected = load(stories)(input_ids=ids, labels=ids).loss.item()
+    expected = load_model(stories)(input_ids=ids, labels=ids).loss.item()
     assert run_ranks(on_rank, 2) == [(pytest.approx(expected, rel=1e-5), True), (0.0, True)]
 
 
 def test_zero_grad_of_a_fully_sharded_model(stories):
     def on_rank():
-        model = load(stories, layout("dp2+zero3"))
+        model = load_model(stories, parse_layout("dp2+zero3"))
         backward(model)
         assert all(parameter.grad is not None for parameter in model.parameters())
         model.zero_grad()

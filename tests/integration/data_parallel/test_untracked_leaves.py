@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 from hf_megatron import RankError, UnsupportedError
 from hf_megatron.core.fork_harness import run_ranks
 from hf_megatron.parallelize import parallel_state
-from tests.helpers.training import Loop, Runs, batch, layout, local_samples, ranks_of
+from tests.helpers.training import Loop, PatternRuns, make_batch, parse_layout, local_samples, ranks_of
 
 LAYOUTS = ["dp2", "dp2+zero3"]
 
@@ -22,7 +22,7 @@ def _linear(inputs, outputs):
 
 
 def _rows(loop, seed=0):
-    return local_samples(loop.model, batch(seed))
+    return local_samples(loop.model, make_batch(seed))
 
 
 def _train(loop, other, loss):
@@ -195,7 +195,7 @@ def model_trained_alone(loop):
     other = AutoModelForCausalLM.from_pretrained(loop.path)
     other.model.layers[0].mlp.register_full_backward_hook(lambda module, new, old: (new[0] * 2,))
     optimizer = torch.optim.SGD(other.parameters(), lr=0.1)
-    other(**batch(5)).loss.backward()
+    other(**make_batch(5)).loss.backward()
     optimizer.step()
     loop.see("alone", other.lm_head.weight)
     loop.step(0)
@@ -270,8 +270,8 @@ def runs(tiny):
         loop_pattern.__name__: loop_pattern for loop_pattern in (*EQUAL, *REFUSED) if loop_pattern not in IN_THE_MIDDLE
     }
     return {
-        **dict.fromkeys((*EQUAL, *REFUSED), Runs(tiny, together)),
-        **{loop_pattern: Runs(tiny, {loop_pattern.__name__: loop_pattern}) for loop_pattern in IN_THE_MIDDLE},
+        **dict.fromkeys((*EQUAL, *REFUSED), PatternRuns(tiny, together)),
+        **{loop_pattern: PatternRuns(tiny, {loop_pattern.__name__: loop_pattern}) for loop_pattern in IN_THE_MIDDLE},
     }
 
 
@@ -296,7 +296,7 @@ OF_SPLIT_LAYERS = {
 
 @pytest.fixture(scope="module")
 def split_runs(tiny):
-    return Runs(
+    return PatternRuns(
         tiny, {loop_pattern.__name__: loop_pattern for loop_pattern in (*OF_SPLIT_LAYERS, moments_reset_by_parameter)}
     )
 
@@ -325,30 +325,30 @@ def test_refused_over_stages(tiny, text, loop_pattern):
     """By the rank that has the module; the others are told that it failed."""
 
     def on_rank():
-        model = AutoModelForCausalLM.from_pretrained(tiny, megatron_config=layout(text)).train()
+        model = AutoModelForCausalLM.from_pretrained(tiny, megatron_config=parse_layout(text)).train()
         loop_pattern(Loop(model, tiny))
 
     with pytest.raises(RankError, match=re.escape(OF_STAGES[text][loop_pattern])):
-        run_ranks(on_rank, ranks_of(layout(text)), timeout=120)
+        run_ranks(on_rank, ranks_of(parse_layout(text)), timeout=120)
 
 
 @pytest.mark.parametrize("stepped", [False, True])
 def test_tying_and_untying_are_refused_in_stage_3(tiny, stepped):
     def on_rank():
-        model = AutoModelForCausalLM.from_pretrained(tiny, megatron_config=layout("dp2+zero3")).train()
+        model = AutoModelForCausalLM.from_pretrained(tiny, megatron_config=parse_layout("dp2+zero3")).train()
         assert parallel_state(model).mesh.dp_size == 2
         if stepped:
-            model(**local_samples(model, batch(0))).loss.backward()
+            model(**local_samples(model, make_batch(0))).loss.backward()
         weight = model.lm_head.weight
         assert weight is model.model.embed_tokens.weight
         model.lm_head.weight = nn.Parameter(weight.detach().clone())
         with pytest.raises(UnsupportedError, match="tied, untied or replaced"):
-            model(**local_samples(model, batch(1)))
+            model(**local_samples(model, make_batch(1)))
         model.lm_head.weight = weight
         norms = model.model.layers[0]
         norms.input_layernorm.weight = norms.post_attention_layernorm.weight
         with pytest.raises(UnsupportedError, match="tied, untied or replaced"):
-            model(**local_samples(model, batch(1)))
+            model(**local_samples(model, make_batch(1)))
 
     run_ranks(on_rank, 2)
 
@@ -356,14 +356,14 @@ def test_tying_and_untying_are_refused_in_stage_3(tiny, stepped):
 @pytest.mark.parametrize("other", ["pp2", None])
 def test_models_without_replicas_train_while_one_with_replicas_lives(tiny, other):
     def on_rank():
-        with_replicas = AutoModelForCausalLM.from_pretrained(tiny, megatron_config=layout("dp2"))
-        config = None if other is None else layout(other)
+        with_replicas = AutoModelForCausalLM.from_pretrained(tiny, megatron_config=parse_layout("dp2"))
+        config = None if other is None else parse_layout(other)
         model = AutoModelForCausalLM.from_pretrained(tiny, megatron_config=config).train()
         if config is None:
             # Its backwards run inside of a backward.
             model.gradient_checkpointing_enable({"use_reentrant": True})
             model.enable_input_require_grads()
-        model(**batch(0)).loss.backward()
+        model(**make_batch(0)).loss.backward()
         gradients = sum(parameter.grad is not None for parameter in model.parameters())
         return gradients, all(parameter.grad is None for parameter in with_replicas.parameters())
 

@@ -7,7 +7,7 @@ import torch
 
 from hf_megatron import shard_safe
 from hf_megatron.parallelize import parallel_state
-from tests.helpers.training import Runs, local_samples
+from tests.helpers.training import PatternRuns, local_samples
 
 
 def backward(loop, seed):
@@ -73,7 +73,7 @@ LOOP_PATTERNS = {
 
 @pytest.fixture(scope="module")
 def runs(tiny):
-    return Runs(tiny, LOOP_PATTERNS)
+    return PatternRuns(tiny, LOOP_PATTERNS)
 
 
 @pytest.mark.parametrize("loop_pattern", LOOP_PATTERNS)

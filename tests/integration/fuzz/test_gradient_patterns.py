@@ -10,8 +10,16 @@ import hf_megatron
 from hf_megatron import UnsupportedError, local_named_parameters
 from hf_megatron.core.fork_harness import run_ranks
 from hf_megatron.parallelize import parallel_state
-from tests.helpers.dp_training import layout
-from tests.helpers.training import LAYOUTS, PIPELINES, WHOLE_BATCH, Runs, batch, cells, local_samples
+from tests.helpers.dp_training import parse_layout
+from tests.helpers.training import (
+    LAYOUTS,
+    PIPELINES,
+    FULL_BATCH_LAYOUTS,
+    PatternRuns,
+    make_batch,
+    make_parameters,
+    local_samples,
+)
 
 LOOP_PATTERNS = {}
 _NAMES = ("clip_grad_norm_", "get_total_norm", "clip_grads_with_norm_", "clip_grad_value_")
@@ -44,7 +52,7 @@ IMPOSSIBLE = {
 
 @pytest.fixture(scope="module")
 def runs(tiny):
-    return Runs(tiny, LOOP_PATTERNS, IMPOSSIBLE)
+    return PatternRuns(tiny, LOOP_PATTERNS, IMPOSSIBLE)
 
 
 # Clearing gradients
@@ -232,7 +240,7 @@ def computes_penalty_before_loss(loop):
 
 def compute_external_loss(loop, seed):
     """Returns a loss computed outside the model, with equally many samples on every rank."""
-    ids = local_samples(loop.model, batch(seed))["input_ids"]
+    ids = local_samples(loop.model, make_batch(seed))["input_ids"]
     logits = loop.model(input_ids=ids).logits[:, :-1]
     return torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
 
@@ -257,7 +265,7 @@ def multiplies_losses_from_two_models(loop):
     config = {} if state is None else {"megatron_config": state.config}
     other = AutoModelForCausalLM.from_pretrained(loop.path, **config).train()
     for seed in range(2):
-        (loop.loss(seed) * other(**local_samples(other, batch(seed + 2))).loss).backward()
+        (loop.loss(seed) * other(**local_samples(other, make_batch(seed + 2))).loss).backward()
         loop.optimizer.step()
         loop.optimizer.zero_grad()
 
@@ -312,7 +320,7 @@ def freezes_between_microbatches(loop):
 def trains_inputs(loop):
     all_inputs = torch.randn(4, 9, 32, generator=torch.Generator().manual_seed(0))
     for seed in range(2):
-        samples = local_samples(loop.model, {"x": all_inputs, **batch(seed)})
+        samples = local_samples(loop.model, {"x": all_inputs, **make_batch(seed)})
         inputs = samples["x"].clone().requires_grad_()
         loss = loop.model(inputs_embeds=inputs, labels=samples["labels"]).loss
         loss.backward()
@@ -326,7 +334,7 @@ def trains_inputs(loop):
 @loop_pattern
 def passes_scaled_embeddings(loop):
     for seed in range(2):
-        samples = local_samples(loop.model, batch(seed))
+        samples = local_samples(loop.model, make_batch(seed))
         inputs = loop.model.get_input_embeddings()(samples["input_ids"]) * 1.5
         loss = loop.model(inputs_embeds=inputs, labels=samples["labels"]).loss
         loss.backward()
@@ -404,7 +412,7 @@ def steps_in_hooks(loop):
 def differentiates_prompt(loop):
     drawn = local_samples(loop.model, {"x": torch.randn(4, 9, 32, generator=torch.Generator().manual_seed(7))})["x"]
     prompt = torch.ones(32, requires_grad=True)
-    labels = local_samples(loop.model, batch(0))["labels"]
+    labels = local_samples(loop.model, make_batch(0))["labels"]
     loop.see(
         "asked", torch.autograd.grad(loop.model(inputs_embeds=drawn * prompt, labels=labels).loss / 4, [prompt])[0]
     )
@@ -415,10 +423,10 @@ def differentiates_prompt(loop):
 
 @pytest.fixture(scope="module")
 def partial_runs(tiny):
-    return Runs(tiny, {name: function for name, (function, _) in PARTIAL.items()})
+    return PatternRuns(tiny, {name: function for name, (function, _) in PARTIAL.items()})
 
 
-@pytest.mark.parametrize("text", WHOLE_BATCH)
+@pytest.mark.parametrize("text", FULL_BATCH_LAYOUTS)
 @pytest.mark.parametrize("name", PARTIAL)
 def test_matches_single_process_on_global_batch(partial_runs, text, name):
     partial_runs.compare(text, name)
@@ -429,26 +437,26 @@ def test_raises_with_data_parallelism(partial_runs, name):
     partial_runs.refused("pp2+dp2", name, PARTIAL[name][1])
 
 
-@pytest.mark.parametrize(("name", "text"), cells(LOOP_PATTERNS, LAYOUTS + PIPELINES, IMPOSSIBLE))
+@pytest.mark.parametrize(("name", "text"), make_parameters(LOOP_PATTERNS, LAYOUTS + PIPELINES, IMPOSSIBLE))
 def test_matches_single_process(runs, text, name):
     runs.compare(text, name)
 
 
 def use_cleared_gradient(path):
-    model = AutoModelForCausalLM.from_pretrained(path, megatron_config=layout("dp2")).train()
+    model = AutoModelForCausalLM.from_pretrained(path, megatron_config=parse_layout("dp2")).train()
     weight = model.model.norm.weight
     gradient_ids = []
     for seed in range(3):
-        model(**local_samples(model, batch(seed))).loss.backward()
+        model(**local_samples(model, make_batch(seed))).loss.backward()
         gradient_ids.append(id(weight.grad))
         model.zero_grad()
     assert len(set(gradient_ids)) == 1, "one tensor stands for all gradients that nobody keeps"
-    model(**local_samples(model, batch(0))).loss.backward()
+    model(**local_samples(model, make_batch(0))).loss.backward()
     gradient = weight.grad
     model.zero_grad()
     with pytest.raises(UnsupportedError, match=r"clone\(\)"):
         gradient.norm()
-    model(**local_samples(model, batch(1))).loss.backward()
+    model(**local_samples(model, make_batch(1))).loss.backward()
     with pytest.raises(UnsupportedError, match=r"clone\(\)"):
         gradient.norm()
     return weight.grad.norm().item() > 0

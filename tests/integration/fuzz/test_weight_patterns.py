@@ -10,9 +10,9 @@ from transformers import AutoModelForCausalLM
 
 from hf_megatron import UnsupportedError
 from hf_megatron.core.fork_harness import run_ranks
-from tests.helpers.dp_training import layout, weights
-from tests.helpers.tiny_models import tiny_model
-from tests.helpers.training import LAYOUTS, PIPELINES, Loop, Runs, cells, ranks_of
+from tests.helpers.dp_training import parse_layout, gather_weights
+from tests.helpers.tiny_models import build_tiny_model
+from tests.helpers.training import LAYOUTS, PIPELINES, Loop, PatternRuns, make_parameters, ranks_of
 
 LOOP_PATTERNS, HALF = {}, {}
 IMPOSSIBLE = {
@@ -37,12 +37,12 @@ def in_half_precision(function):
 
 @pytest.fixture(scope="module")
 def runs(tiny):
-    return Runs(tiny, LOOP_PATTERNS, IMPOSSIBLE)
+    return PatternRuns(tiny, LOOP_PATTERNS, IMPOSSIBLE)
 
 
 @pytest.fixture(scope="module")
 def half_runs(tiny):
-    return Runs(tiny, HALF, IMPOSSIBLE, dtype=torch.bfloat16)
+    return PatternRuns(tiny, HALF, IMPOSSIBLE, dtype=torch.bfloat16)
 
 
 # Edits
@@ -228,7 +228,7 @@ def casts_and_casts_back(loop):
     loop.optimizer.zero_grad()
 
 
-@pytest.mark.parametrize(("name", "text"), cells(LOOP_PATTERNS, LAYOUTS + PIPELINES, IMPOSSIBLE))
+@pytest.mark.parametrize(("name", "text"), make_parameters(LOOP_PATTERNS, LAYOUTS + PIPELINES, IMPOSSIBLE))
 def test_matches_single_process(runs, text, name):
     runs.compare(text, name)
 
@@ -278,14 +278,14 @@ def casts_in_half_precision(loop):
     edit(loop.model)
 
 
-@pytest.mark.parametrize(("name", "text"), cells(HALF, (*LAYOUTS, "pp2"), IMPOSSIBLE))
+@pytest.mark.parametrize(("name", "text"), make_parameters(HALF, (*LAYOUTS, "pp2"), IMPOSSIBLE))
 def test_edits_stay_in_half_precision(half_runs, text, name):
     expected = half_runs.of(None)[name][0].weights["the habit"]
     for result in half_runs.of(text):
         assert not isinstance(result[name][0], str), result[name][-1]
-        weights = result[name][0].weights["the habit"]
-        assert all(torch.equal(weights[n], expected[n]) for n in weights), [
-            n for n in weights if not torch.equal(weights[n], expected[n])
+        gather_weights = result[name][0].weights["the habit"]
+        assert all(torch.equal(gather_weights[n], expected[n]) for n in gather_weights), [
+            n for n in gather_weights if not torch.equal(gather_weights[n], expected[n])
         ]
 
 
@@ -293,15 +293,17 @@ def test_edits_stay_in_half_precision(half_runs, text, name):
 
 
 def train_deep_copy(path, text=None):
-    model = AutoModelForCausalLM.from_pretrained(path, megatron_config=None if text is None else layout(text)).train()
+    model = AutoModelForCausalLM.from_pretrained(
+        path, megatron_config=None if text is None else parse_layout(text)
+    ).train()
     duplicate = copy.deepcopy(model)
-    before = weights(model)
+    before = gather_weights(model)
     losses = []
     for one in (duplicate, model):
         loop = Loop(one)
         loop.step(0)
         if one is duplicate:
-            untouched = weights(model)
+            untouched = gather_weights(model)
             assert all(torch.equal(untouched[name], before[name]) for name in before)
         loop.step(1)
         losses += loop.losses
@@ -316,7 +318,9 @@ def test_deep_copy_trains_independently(tiny, text):
 
 
 def evaluate_averaged_model(path, text=None):
-    model = AutoModelForCausalLM.from_pretrained(path, megatron_config=None if text is None else layout(text)).train()
+    model = AutoModelForCausalLM.from_pretrained(
+        path, megatron_config=None if text is None else parse_layout(text)
+    ).train()
     average = torch.optim.swa_utils.AveragedModel(model)
     loop = Loop(model)
     for seed in range(2):
@@ -334,7 +338,7 @@ def test_averaged_model_matches_single_process(tiny, text):
 
 def assign_full_tensors(path):
     """Assigns replicated tensors to `.data`; returns the resulting and expected values by name."""
-    model = AutoModelForCausalLM.from_pretrained(path, megatron_config=layout("tp2"))
+    model = AutoModelForCausalLM.from_pretrained(path, megatron_config=parse_layout("tp2"))
     expected = {}
     for name, parameter in model.named_parameters():
         unsharded = parameter.data.redistribute(placements=[Replicate()] * parameter.device_mesh.ndim) * 1.5
@@ -354,7 +358,7 @@ def test_data_accepts_replicated_tensors(tiny_uneven):
 
 
 def mix_with_plain_parameters(path, text=None):
-    model = AutoModelForCausalLM.from_pretrained(path, megatron_config=None if text is None else layout(text))
+    model = AutoModelForCausalLM.from_pretrained(path, megatron_config=None if text is None else parse_layout(text))
     other = AutoModelForCausalLM.from_pretrained(path)
     with torch.no_grad():
         for parameter in other.parameters():
@@ -367,7 +371,7 @@ def mix_with_plain_parameters(path, text=None):
 
 def test_lerp_with_unsharded_parameters(tmp_path):
     """The target parameters require gradients too; experts with separately split gate and up become one vector."""
-    tiny_model("deepseek_v3").save_pretrained(tmp_path)
+    build_tiny_model("deepseek_v3").save_pretrained(tmp_path)
     expected = mix_with_plain_parameters(tmp_path)
     for vector in run_ranks(mix_with_plain_parameters, 2, tmp_path, "tp2"):
         torch.testing.assert_close(vector, expected, rtol=0, atol=0)
@@ -394,7 +398,7 @@ def test_edits_between_forward_and_backward_raise(tiny_uneven, name):
     """The fused head loss computes gradients in forward, so autograd does not check versions for it."""
     assert backward_raises_after_edit(tiny_uneven, None, name)
     for text in ("tp2", "tp2+sp"):
-        assert run_ranks(backward_raises_after_edit, 2, tiny_uneven, layout(text), name) == [True, True], text
+        assert run_ranks(backward_raises_after_edit, 2, tiny_uneven, parse_layout(text), name) == [True, True], text
 
 
 @pytest.mark.parametrize(
@@ -416,10 +420,10 @@ def test_data_edits_raise_where_gradients_are_precomputed(tiny_uneven, text, nam
         weight.data.mul_(1.0)
 
     def on_rank():
-        raised = backward_raises_after_edit(tiny_uneven, layout(text), name, edit)
-        return raised, backward_raises_after_edit(tiny_uneven, layout(text), name, add_nothing)
+        raised = backward_raises_after_edit(tiny_uneven, parse_layout(text), name, edit)
+        return raised, backward_raises_after_edit(tiny_uneven, parse_layout(text), name, add_nothing)
 
-    results = run_ranks(on_rank, ranks_of(layout(text)))
-    stages = layout(text).pp_size or 1
+    results = run_ranks(on_rank, ranks_of(parse_layout(text)))
+    stages = parse_layout(text).pp_size or 1
     expected = [rank is None or number * stages // len(results) == rank for number in range(len(results))]
     assert results == [(is_own, False) for is_own in expected]

@@ -4,7 +4,15 @@
 
 import pytest
 
-from tests.helpers.third_party_scripts import LAYOUTS, LOSS, WEIGHTS, compare, make_data, program, trl_script
+from tests.helpers.third_party_scripts import (
+    LAYOUTS,
+    LOSS,
+    WEIGHTS,
+    compare_layout,
+    make_data,
+    compile_script,
+    find_trl_script,
+)
 
 
 @pytest.fixture(scope="module")
@@ -18,7 +26,7 @@ def folder(tmp_path_factory):
 def test_every_logged_number_and_weight(folder, name):
     expected = None
     for layout in LAYOUTS[name].split(","):
-        (worst, number), apart, count, expected = compare(trl_script(name), folder, layout, expected)
+        (worst, number), apart, count, expected = compare_layout(find_trl_script(name), folder, layout, expected)
         assert count > 20
         assert worst <= LOSS and apart <= WEIGHTS, (layout, number, worst, apart)
 
@@ -28,7 +36,7 @@ def test_every_logged_number_and_weight(folder, name):
     [("sft.py", "tp2+pp2"), ("dpo.py", "dp2"), ("kto.py", "tp2+sp"), ("reward.py", "pp2"), ("reward.py", "tp2")],
 )
 def test_without_any_edit(folder, name, layout):
-    (worst, number), apart, count, _ = compare(trl_script(name), folder, layout, launched=True)
+    (worst, number), apart, count, _ = compare_layout(find_trl_script(name), folder, layout, launched=True)
     assert count > 20
     assert worst <= LOSS and apart <= WEIGHTS, (number, worst, apart)
 
@@ -53,8 +61,8 @@ ADAPTER = [
 def test_an_adapter_without_any_edit(folder, name, flags):
     expected = None
     for layout in ("tp2+sp", "pp2", "dp2"):
-        (worst, number), apart, count, expected = compare(
-            trl_script(name), folder, layout, expected, launched=True, flags=(*ADAPTER, *flags)
+        (worst, number), apart, count, expected = compare_layout(
+            find_trl_script(name), folder, layout, expected, launched=True, flags=(*ADAPTER, *flags)
         )
         assert count > 20
         assert worst <= LOSS and apart <= WEIGHTS, (layout, number, worst, apart)
@@ -62,7 +70,7 @@ def test_an_adapter_without_any_edit(folder, name, flags):
 
 @pytest.mark.parametrize("name", ["sft.py", "dpo.py"])
 def test_one_argument_is_added(name):
-    assert "LAYOUT" not in program(trl_script(name), False).co_names
-    code = program(trl_script(name), True)
+    assert "LAYOUT" not in compile_script(find_trl_script(name), False).co_names
+    code = compile_script(find_trl_script(name), True)
     functions = [constant for constant in code.co_consts if hasattr(constant, "co_names")]
     assert "hf_megatron" in code.co_names and any("LAYOUT" in function.co_names for function in functions)

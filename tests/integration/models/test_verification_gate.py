@@ -178,7 +178,7 @@ RECORDED = json.loads(flips.FILE.read_text("utf-8"))
 def test_records_cover_every_field():
     assert RECORDED.keys() == set(flips.TYPES) and len(RECORDED) == 10
     for model_type, results in RECORDED.items():
-        assert sorted(results) == flips.fields(model_type)
+        assert sorted(results) == flips.list_config_fields(model_type)
         assert {result["judgment"] for result in results.values()} <= {
             "equal",
             "new",
@@ -193,7 +193,7 @@ def test_records_cover_every_field():
 def test_gate_matches_recorded_flips(model_type):
     different = {}
     for field, before in RECORDED[model_type].items():
-        judgment = flips.flip(model_type, field, compares=False)["judgment"]
+        judgment = flips.flip_field(model_type, field, compares=False)["judgment"]
         # Some models fail only when they run.
         allowed = ("equal", "cannot be built") if judgment == "let through" else (judgment,)
         if before["judgment"] not in allowed:
@@ -205,5 +205,5 @@ def test_gate_matches_recorded_flips(model_type):
 def test_sampled_flips_match_records(model_type):
     compared = [field for field, result in RECORDED[model_type].items() if result["judgment"] == "equal"]
     field = random.Random(model_type).choice(sorted(compared))
-    outcome = flips.flip(model_type, field)
+    outcome = flips.flip_field(model_type, field)
     assert outcome["judgment"] == RECORDED[model_type][field]["judgment"], f"{model_type} {field}: {outcome}"

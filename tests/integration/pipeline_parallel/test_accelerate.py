@@ -18,8 +18,8 @@ from hf_megatron.compat.torch_dtensor import local_tensor
 from hf_megatron.core.fork_harness import run_ranks
 from hf_megatron.models.verification_gate import ConfigUnderTest
 from hf_megatron.parallelize import parallel_state
-from tests.helpers.dp_training import gradients, load, local_samples, ranks_of
-from tests.helpers.references import in_one_process
+from tests.helpers.dp_training import gather_gradients, load_model, shard_batch, count_ranks
+from tests.helpers.references import run_single_process
 from tests.integration.integrations.trainer.test_trainer import rows
 from tests.integration.pipeline_parallel.test_trainer import story_blocks
 
@@ -97,8 +97,8 @@ def check(found, expected, config):
 def test_loop_equals_one_process(stories, config):
     """On one pipeline the last batch has one row, fewer than microbatches, and is a step of its own."""
     train_rows = 16 if config.dp_size else 17
-    expected = in_one_process(loop, stories, None, train_rows)
-    for found in run_ranks(loop, ranks_of(config), stories, config, train_rows):
+    expected = run_single_process(loop, stories, None, train_rows)
+    for found in run_ranks(loop, count_ranks(config), stories, config, train_rows):
         check(found, expected, config)
 
 
@@ -175,21 +175,21 @@ def test_fifty_steps_with_a_kill_and_a_resume_on_another_layout(stories, story_t
 @pytest.mark.parametrize("config", LAYOUTS[:3], ids=["pp2", "zero1", "zero2"])
 def test_a_loop_that_divides_the_loss_itself(stories, config):
     """The scale is seen in backward only: right the first time, and every time after."""
-    expected = in_one_process(loop, stories, None, divides=True)
-    for found in run_ranks(loop, ranks_of(config), stories, config, divides=True):
+    expected = run_single_process(loop, stories, None, divides=True)
+    for found in run_ranks(loop, count_ranks(config), stories, config, divides=True):
         check(found, expected, config)
 
 
 def test_bf16_is_as_near_to_fp32_as_one_process(stories):
-    exact = in_one_process(loop, stories, None)
-    expected = in_one_process(loop, stories, None, mixed_precision="bf16")
+    exact = run_single_process(loop, stories, None)
+    expected = run_single_process(loop, stories, None, mixed_precision="bf16")
 
     def error(found):
         return ((found[0] - exact[0]).abs() / exact[0].abs().clamp_min(1e-6)).max().item()
 
     assert 1e-5 < error(expected) < 0.1
     for config in (PP2, layout(dp_size=2)):
-        for found in run_ranks(loop, ranks_of(config), stories, config, mixed_precision="bf16"):
+        for found in run_ranks(loop, count_ranks(config), stories, config, mixed_precision="bf16"):
             assert error(found) <= 1.5 * error(expected)
 
 
@@ -206,19 +206,19 @@ class InFullPrecision(torch.nn.Module):
 
 
 def autocast_gradients(path, config):
-    model = load(path, config)
+    model = load_model(path, config)
     layer = model.model.layers[0]
     if next(local_named_parameters(layer), None) is not None:
         layer.mlp.down_proj = InFullPrecision(layer.mlp.down_proj)
     with torch.autocast("cpu", torch.bfloat16):
         loss = model(**stack(rows(4, 0))).loss
     loss.backward()
-    return {name: gradient.clone() for name, gradient in gradients(model).items()}
+    return {name: gradient.clone() for name, gradient in gather_gradients(model).items()}
 
 
 def test_the_backward_inside_a_forward_is_not_autocast(stories):
     """With one microbatch both round the same numbers in the same way."""
-    expected = in_one_process(autocast_gradients, stories, None)
+    expected = run_single_process(autocast_gradients, stories, None)
     found = run_ranks(autocast_gradients, 2, stories, layout(num_microbatches=1))
     # Tied weights get their two parts in another order.
     assert worst(found, expected) < 1e-6
@@ -234,7 +234,7 @@ def scaled(path, config, seed=None):
         the unscaled gradients, and the scale after the step.
     """
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**16)
-    model = load(path, config)
+    model = load_model(path, config)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     if config is not None:
         optimizer = prepare_optimizer(optimizer)
@@ -245,9 +245,9 @@ def scaled(path, config, seed=None):
         waits = config is not None and config.dp_size and number == 0
         with model.no_sync() if waits else contextlib.nullcontext():
             with torch.autocast("cpu", torch.float16):
-                loss = model(**local_samples(model, stack(rows(4, number))), num_items_in_batch=items).loss
+                loss = model(**shard_batch(model, stack(rows(4, number))), num_items_in_batch=items).loss
             scaler.scale(loss / 2).backward()
-    found = {name: local_tensor(gradient).clone() / 2**16 for name, gradient in gradients(model).items()}
+    found = {name: local_tensor(gradient).clone() / 2**16 for name, gradient in gather_gradients(model).items()}
     scaler.step(optimizer)
     scaler.update()
     return found, scaler.get_scale()
@@ -266,12 +266,12 @@ def worst(found, expected):
 
 @pytest.mark.parametrize("config", [PP2, layout(dp_size=2)], ids=["pp2", "zero1"])
 def test_fp16_gradients_do_not_vanish(stories, config):
-    expected, scale = in_one_process(scaled, stories, None)
-    found = run_ranks(scaled, ranks_of(config), stories, config)
+    expected, scale = run_single_process(scaled, stories, None)
+    found = run_ranks(scaled, count_ranks(config), stories, config)
     assert {other for _, other in found} == {scale} == {2.0**16}
     assert worst([rank for rank, _ in found], expected) < 5e-3
     # What a seed of 1 would have left of them.
-    unscaled = run_ranks(scaled, ranks_of(config), stories, config, 1.0)
+    unscaled = run_ranks(scaled, count_ranks(config), stories, config, 1.0)
     assert worst([rank for rank, _ in unscaled], expected) > 0.05
 
 
@@ -285,13 +285,13 @@ def log_probabilities(model, batch):
 
 def preferences(path, config, accumulate=True):
     """Two batches of a hand-written DPO loss: two forwards with gradients, others without in between."""
-    loaded = load(path, config)
+    loaded = load_model(path, config)
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
     # In one process a wrapper around it.
     model = accelerator.prepare(loaded)
     losses = []
     for seed in (0, 1):
-        chosen, rejected = (local_samples(loaded, stack(rows(4, 10 * seed + part, 17))) for part in (0, 1))
+        chosen, rejected = (shard_batch(loaded, stack(rows(4, 10 * seed + part, 17))) for part in (0, 1))
         # No optimizer here to tell Accelerate when a step ends.
         with accelerator.no_sync(model) if seed == 0 else contextlib.nullcontext():
             good = log_probabilities(model, chosen)
@@ -301,7 +301,7 @@ def preferences(path, config, accumulate=True):
             loss = -F.logsigmoid(0.01 * ((good - reference[0]) - (bad - reference[1]))).mean()
             accelerator.backward(loss)
         losses.append(accelerator.gather(loss.detach()).mean().item())
-    return {name: local_tensor(gradient).clone() for name, gradient in gradients(loaded).items()}, losses
+    return {name: local_tensor(gradient).clone() for name, gradient in gather_gradients(loaded).items()}, losses
 
 
 @pytest.mark.parametrize(
@@ -314,22 +314,22 @@ def preferences(path, config, accumulate=True):
     ids=["pp2", "zero2", "recompute interleaved"],
 )
 def test_a_preference_loss_of_several_forwards(stories, config):
-    expected, losses = in_one_process(preferences, stories, None)
-    found = run_ranks(preferences, ranks_of(config), stories, config)
+    expected, losses = run_single_process(preferences, stories, None)
+    found = run_ranks(preferences, count_ranks(config), stories, config)
     assert all(other == pytest.approx(losses, rel=1e-6) for _, other in found)
     assert worst([rank for rank, _ in found], expected) < 1e-5
 
 
 def mixed(path, config):
     """The model's own losses and one on its logits, in one backward, with factors that are not seen before it."""
-    model = load(path, config)
-    first, second = (local_samples(model, stack(rows(4, seed))) for seed in (0, 1))
+    model = load_model(path, config)
+    first, second = (shard_batch(model, stack(rows(4, seed))) for seed in (0, 1))
     losses = model(**first).loss, log_probabilities(model, second).mean(), model(**second).loss
     (3 * losses[0] + losses[1] / 100 + 0.5 * losses[2]).backward()
-    return {name: local_tensor(gradient).clone() for name, gradient in gradients(model).items()}
+    return {name: local_tensor(gradient).clone() for name, gradient in gather_gradients(model).items()}
 
 
 @pytest.mark.parametrize("config", [PP2, layout(dp_size=2, zero_stage=2)], ids=["pp2", "zero2"])
 def test_both_ways_in_one_step(stories, config):
-    expected = in_one_process(mixed, stories, None)
-    assert worst(run_ranks(mixed, ranks_of(config), stories, config), expected) < 1e-5
+    expected = run_single_process(mixed, stories, None)
+    assert worst(run_ranks(mixed, count_ranks(config), stories, config), expected) < 1e-5

@@ -7,7 +7,7 @@ from transformers import AutoModelForCausalLM
 
 from hf_megatron import UnsupportedError, prepare_optimizer
 from hf_megatron.core.fork_harness import run_ranks
-from tests.helpers.training import batch, layout, local_samples, save_tiny
+from tests.helpers.training import make_batch, parse_layout, local_samples, save_tiny
 
 
 @pytest.fixture(scope="module")
@@ -18,7 +18,7 @@ def folder(tmp_path_factory):
 
 
 def load(path, text):
-    config = {} if text is None else {"megatron_config": layout(text)}
+    config = {} if text is None else {"megatron_config": parse_layout(text)}
     return AutoModelForCausalLM.from_pretrained(path, **config).train()
 
 
@@ -28,7 +28,7 @@ def embeddings_of_its_own(path, text, prompts):
     optimizer = prepare_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
     losses = []
     for seed in range(3):
-        own = local_samples(model, batch(seed))
+        own = local_samples(model, make_batch(seed))
         embedding = model.get_input_embeddings()
         embedding.requires_grad_(seed < 2)
         inputs = embedding(own["input_ids"]) * 1.3
@@ -43,7 +43,7 @@ def embeddings_of_its_own(path, text, prompts):
     if prompt.grad is not None:
         losses.append(prompt.grad.norm())
     with torch.no_grad():
-        full_batch = batch(5)
+        full_batch = make_batch(5)
         inputs = model.eval().get_input_embeddings()(full_batch["input_ids"]) / 2
         losses.append(model(inputs_embeds=inputs, labels=full_batch["labels"]).loss)
         tokens = model.generate(inputs_embeds=inputs, max_new_tokens=3, do_sample=False, pad_token_id=0)
@@ -63,7 +63,7 @@ def test_embeddings_of_its_own(folder, text):
 def test_values_of_embeddings_that_are_elsewhere(folder):
     def on_rank():
         model = load(folder, "pp2")
-        inputs = model.get_input_embeddings()(batch(0)["input_ids"])
+        inputs = model.get_input_embeddings()(make_batch(0)["input_ids"])
         if type(inputs).__name__ == "OffStageActivation":
             with pytest.raises(UnsupportedError, match="not on this rank.*stage 0"):
                 float(inputs.pow(2).mean())
@@ -75,7 +75,7 @@ def test_values_of_embeddings_that_are_elsewhere(folder):
 def arguments_of_none(path, text):
     """Values of calls with fewer rows than microbatches."""
     model = load(path, text)
-    own = {name: value[:3] for name, value in batch(0).items()}
+    own = {name: value[:3] for name, value in make_batch(0).items()}
     nothing = dict.fromkeys(("labels", "num_items_in_batch", "attention_mask", "position_ids", "shift_labels"))
     found = [
         model(**{**nothing, "input_ids": own["input_ids"]}).logits.float().square().mean(),
@@ -118,7 +118,7 @@ READINGS = (
 
 def test_logits_of_a_training_call_with_labels(folder):
     def on_rank():
-        output = load(folder, "pp2")(**batch(0))
+        output = load(folder, "pp2")(**make_batch(0))
         for reading in READINGS:
             with pytest.raises(UnsupportedError, match="no logits in a training step.*without labels"):
                 reading(output.logits)
@@ -183,7 +183,7 @@ def train_one_stage_only(path, text, part):
     optimizer = prepare_optimizer(torch.optim.AdamW(chosen, lr=0.01))
     losses = []
     for seed in range(3):
-        loss = model(**local_samples(model, batch(seed))).loss
+        loss = model(**local_samples(model, make_batch(seed))).loss
         loss.backward()
         losses.append(torch.nn.utils.clip_grad_norm_(chosen, 0.5).item())
         optimizer.step()
@@ -208,7 +208,7 @@ def test_products_of_all_parameters_are_refused(folder, prepared):
             optimizer = torch.optim.LBFGS(model.parameters())
             if prepared:
                 prepare_optimizer(optimizer)
-            optimizer.step(lambda: model(**batch(0)).loss)
+            optimizer.step(lambda: model(**make_batch(0)).loss)
 
         class OfItsOwn(torch.optim.SGD):
             pass
@@ -227,19 +227,19 @@ def step_in_evaluation_mode(path, text):
     """A step of a model without dropout; the rows of the replicas have unequal numbers of labels."""
     model = load(path, text).eval()
     optimizer = prepare_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
-    full_batch = batch(0)
+    full_batch = make_batch(0)
     full_batch["labels"][0] = -100
     loss = model(**local_samples(model, full_batch)).loss
     loss.backward()
     optimizer.step()
     with torch.no_grad():
-        return loss.item(), model(**local_samples(model, batch(1))).logits.float().sum().item()
+        return loss.item(), model(**local_samples(model, make_batch(1))).logits.float().sum().item()
 
 
 @pytest.mark.parametrize("text", ["pp2", "dp2", "pp2+dp2"])
 def test_evaluation_mode_trains_on_the_global_batch(folder, text):
     [(expected, after)] = run_ranks(step_in_evaluation_mode, 1, folder, None)
-    config = layout(text)
+    config = parse_layout(text)
     found = run_ranks(step_in_evaluation_mode, config.ranks_per_replica * (config.dp_size or 1), folder, text)
     assert all(loss == pytest.approx(expected, rel=1e-5) for loss, _ in found)
     sums = found[0][1] if text == "pp2" else found[0][1] + found[-1][1]

@@ -16,8 +16,8 @@ from hf_megatron.data_parallel.grad_reducer import GradientReducer
 from hf_megatron.data_parallel.grad_store import PlainGradients
 from hf_megatron.models.verification_gate import ConfigUnderTest
 from hf_megatron.parallelize import parallel_state
-from tests.helpers.dp_training import ranks_of
-from tests.helpers.references import trained_alone
+from tests.helpers.dp_training import count_ranks
+from tests.helpers.references import train_single_process
 from tests.integration.integrations.trainer.test_trainer import accuracy, mean_loss, rows
 from tests.integration.test_stories import examples
 
@@ -98,8 +98,8 @@ def apart(found, expected):
 def compare(stories, tmp_path, config=PP2, tolerance=2e-6, own_sums=0, **kwargs):
     dp_size = config.dp_size or 1
     rows_per_rank = {f"per_device_{kind}_batch_size": 4 // dp_size for kind in ("train", "eval")}
-    expected, _ = trained_alone(train, stories, **kwargs)
-    found = run_ranks(train, ranks_of(config), stories, tmp_path, config, timeout=200, **(rows_per_rank | kwargs))
+    expected, _ = train_single_process(train, stories, **kwargs)
+    found = run_ranks(train, count_ranks(config), stories, tmp_path, config, timeout=200, **(rows_per_rank | kwargs))
     assert len(expected) >= 4 and all(math.isfinite(value) for entry in expected for value in entry.values())
     for log, sums in found:
         assert log == found[0][0], "every rank logs the same"
@@ -171,7 +171,7 @@ def test_a_kill_and_a_resume_on_other_layouts_keep_the_trajectory(stories, story
         "save_total_limit": 2,
         "learning_rate": 5e-4,
     }
-    expected, _ = trained_alone(train, stories, **(arguments | {"save_strategy": "no"}))
+    expected, _ = train_single_process(train, stories, **(arguments | {"save_strategy": "no"}))
     output = tmp_path
     with pytest.raises(RankError, match="rank 1 died"):
         run_ranks(train_until_killed, 2, stories, output, PP2, step=23, **arguments)
@@ -259,11 +259,11 @@ def test_recompute(stories, tmp_path, recompute):
 
 
 def test_bf16_autocast_is_as_near_to_fp32_as_one_process(stories, tmp_path):
-    exact, _ = trained_alone(train, stories)
-    expected, _ = trained_alone(train, stories, bf16=True)
+    exact, _ = train_single_process(train, stories)
+    expected, _ = train_single_process(train, stories, bf16=True)
     assert 1e-5 < apart(expected, exact) < 0.05
     for config in (PP2, layout(tp_size=2)):
-        for log, sums in run_ranks(train, ranks_of(config), stories, tmp_path, config, bf16=True):
+        for log, sums in run_ranks(train, count_ranks(config), stories, tmp_path, config, bf16=True):
             assert apart(log, exact) <= 1.5 * apart(expected, exact)
             assert sums == 0
 
@@ -309,7 +309,7 @@ class Announces(TrainerCallback):
 
 def test_a_wrong_announcement_is_no_silent_factor(stories, tmp_path):
     """It is found out while a step's first gradients are alone, and later losses are kept apart."""
-    expected, _ = trained_alone(train, stories, callbacks=[Announces()])
+    expected, _ = train_single_process(train, stories, callbacks=[Announces()])
     for log, sums in run_ranks(train, 2, stories, tmp_path, PP2, callbacks=[Announces()]):
         assert apart(log, expected) < 2e-6
         assert sums == 4

@@ -6,8 +6,8 @@ from transformers import AutoModelForCausalLM, MixtralConfig, MixtralForCausalLM
 
 from hf_megatron import ConfigError
 from hf_megatron.core.fork_harness import run_ranks
-from tests.helpers.dp_training import layout
-from tests.helpers.training import Runs
+from tests.helpers.dp_training import parse_layout
+from tests.helpers.training import PatternRuns
 
 SIZES = {
     "vocab_size": 64,
@@ -49,9 +49,9 @@ def test_widths_are_refused_before_weights_are_read(tmp_path, made, width, dtype
     def load():
         if error is not None:
             with pytest.raises(ConfigError, match=error):
-                AutoModelForCausalLM.from_pretrained(tmp_path, dtype=dtype, megatron_config=layout("tp4"))
+                AutoModelForCausalLM.from_pretrained(tmp_path, dtype=dtype, megatron_config=parse_layout("tp4"))
             return
-        model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=dtype, megatron_config=layout("tp4"))
+        model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=dtype, megatron_config=parse_layout("tp4"))
         ids = torch.arange(18).view(2, 9)
         model(input_ids=ids, labels=ids).loss.backward()
         # A cast that halves the bytes of a row.
@@ -71,4 +71,4 @@ def test_what_the_error_names_is_equal(tmp_path, product):
         loop.step(0)
         loop.step(1)
 
-    Runs(tmp_path, {"steps": steps}, experts_implementation=product).compare("tp4", "steps")
+    PatternRuns(tmp_path, {"steps": steps}, experts_implementation=product).compare("tp4", "steps")

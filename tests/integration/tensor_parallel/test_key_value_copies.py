@@ -9,7 +9,7 @@ from hf_megatron import MegatronConfig
 from hf_megatron.core.axes import Axes
 from hf_megatron.core.fork_harness import run_ranks
 from hf_megatron.core.placement import GradientRule, ParameterSharding, Placement, count_shared_copies
-from tests.helpers.training import Runs, save_tiny
+from tests.helpers.training import PatternRuns, save_tiny
 
 
 def regularised(loop):
@@ -45,7 +45,7 @@ def runs(tmp_path_factory):
     for heads, entries in ((1, 64), (2, 64), (2, 66)):
         folder = tmp_path_factory.mktemp(f"heads{heads}")
         save_tiny(folder, num_key_value_heads=heads, vocab_size=entries)
-        found[heads, entries] = Runs(folder, {"regularised": regularised, "cut by hand": cut_by_hand})
+        found[heads, entries] = PatternRuns(folder, {"regularised": regularised, "cut by hand": cut_by_hand})
     return found
 
 

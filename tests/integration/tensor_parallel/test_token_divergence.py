@@ -12,7 +12,7 @@ from hf_megatron.core.fork_harness import run_ranks
 from hf_megatron.tensor_parallel import vocab_divergence
 from hf_megatron.testing.measure import Measurement, _full, _gradients
 from hf_megatron.testing.tolerances import gradient_errors
-from tests.helpers.dp_training import ranks_of
+from tests.helpers.dp_training import count_ranks
 from tests.helpers.shared_tiny_models import make_tiny_model
 from tests.integration.integrations.trl.test_base import layout
 
@@ -64,7 +64,7 @@ def worst_error(model_type, text, beta, temperature=1.0, of_teacher=None, **kwar
     source = tiny_model(model_type)
     [(expected, numbers)] = run_ranks(measured, 1, source, None, None, plain_divergences, beta, temperature)
     found = run_ranks(
-        measured, ranks_of(config), source, config, other, token_kl_divergences, beta, temperature, **kwargs
+        measured, count_ranks(config), source, config, other, token_kl_divergences, beta, temperature, **kwargs
     )
     for measurement, values in found:
         torch.testing.assert_close(values, numbers, rtol=1e-4, atol=1e-5)

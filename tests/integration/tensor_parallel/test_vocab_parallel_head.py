@@ -3,12 +3,12 @@
 import pytest
 import torch
 
-from tests.helpers.training import Runs, batch, full, local_samples, save_tiny
+from tests.helpers.training import PatternRuns, make_batch, gather_full_tensors, local_samples, save_tiny
 
 
 def steps(loop, read_loss):
     for seed in range(2):
-        output = loop.model(**local_samples(loop.model, batch(seed)))
+        output = loop.model(**local_samples(loop.model, make_batch(seed)))
         loss = read_loss(output)
         # Between forward and backward, as many loops have it.
         loop.model.zero_grad()
@@ -47,15 +47,15 @@ def evaluated(loop):
     loop.step(0)
     for context in (torch.no_grad, torch.inference_mode):
         with context():
-            see_logits(loop, context.__name__, loop.model(**local_samples(loop.model, batch(1))))
+            see_logits(loop, context.__name__, loop.model(**local_samples(loop.model, make_batch(1))))
     loop.step(1)
 
 
 def differentiated(loop):
-    output = loop.model(**local_samples(loop.model, batch(0)))
+    output = loop.model(**local_samples(loop.model, make_batch(0)))
     names, parameters = zip(*loop.model.named_parameters(), strict=True)
     gradients = torch.autograd.grad(z_loss(output), parameters)
-    loop.seen |= full(loop.model, dict(zip(names, gradients, strict=True)))
+    loop.seen |= gather_full_tensors(loop.model, dict(zip(names, gradients, strict=True)))
     loop.step(0)
 
 
@@ -68,7 +68,7 @@ LOOP_PATTERNS = {
 def runs(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp("tiny")
     save_tiny(folder, tie_word_embeddings=request.param)
-    return Runs(folder, LOOP_PATTERNS)
+    return PatternRuns(folder, LOOP_PATTERNS)
 
 
 @pytest.mark.filterwarnings("ignore:Full logits are gathered")

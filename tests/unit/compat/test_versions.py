@@ -6,7 +6,7 @@ import re
 import pytest
 
 from hf_megatron.compat.versions import CHECKED
-from tests.matrix import COMBINATIONS, NEWEST, OLDEST, outcomes, recorded, table
+from tests.matrix import COMBINATIONS, NEWEST, OLDEST, outcomes, load_rows, render_table
 from tests.structure import ROOT
 
 
@@ -28,15 +28,15 @@ def test_each_supported_version_is_in_a_combination():
 
 
 def test_rows_are_of_the_versions_they_are_named_by():
-    for name, row in recorded().items():
+    for name, row in load_rows().items():
         for library, minor in COMBINATIONS[name].items():
             version = row["versions"].get(library)
             assert version is None or version.startswith(f"{minor}."), (name, library)
 
 
 def test_the_table_says_what_was_not_run():
-    lines = table().splitlines()
-    for name, row in recorded().items():
+    lines = render_table().splitlines()
+    for name, row in load_rows().items():
         ran = row["passed"] + row["skipped"] + len(row["failed"])
         [line] = [line for line in lines if line.startswith(f"| {name} |")]
         assert ("| all |" in line) == (ran == row["first tier"])

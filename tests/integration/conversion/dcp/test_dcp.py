@@ -24,7 +24,7 @@ from hf_megatron.conversion.shards.format import ShardsWriter
 from hf_megatron.conversion.shards.reader import ShardFolder
 from hf_megatron.core.fork_harness import run_ranks
 from hf_megatron.core.io.safetensors import TensorMeta
-from tests.helpers.tiny_models import tiny_model
+from tests.helpers.tiny_models import build_tiny_model
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -41,7 +41,7 @@ def _train_and_save(folder: str) -> None:
     from transformers.distributed.checkpoint import _save_model_checkpoint_distributed, save_optimizer_distributed
 
     path = Path(folder)
-    model = tiny_model("qwen2")
+    model = build_tiny_model("qwen2")
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     for layer in model.model.layers:
         fully_shard(layer, mesh=mesh)
@@ -115,7 +115,7 @@ def test_mismatched_names_are_rejected(saved):
 
 
 def test_tied_weights(tmp_path):
-    model = tiny_model("llama")
+    model = build_tiny_model("llama")
     state = dict(model.state_dict())
     state["head"] = state["model.embed_tokens.weight"]
 
@@ -138,7 +138,7 @@ def test_tied_weights(tmp_path):
 
 
 def test_unsupported_optimizers_are_reported(tmp_path):
-    model = tiny_model("llama")
+    model = build_tiny_model("llama")
     names = list(model.state_dict())
 
     def get_unsupported_reason(name, optimizer, edit=None):
@@ -173,7 +173,7 @@ def _load(folder: str) -> None:
     from transformers.distributed.checkpoint import load_optimizer_distributed
 
     expected = {Key(*key): tensor for key, tensor in torch.load(Path(folder) / "expected.pt").items()}
-    model = tiny_model("qwen2")
+    model = build_tiny_model("qwen2")
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     fully_shard(model, mesh=mesh)
     state = model.state_dict()
@@ -222,7 +222,7 @@ def test_unsupported_tensors_are_rejected(tmp_path):
 
 
 def test_from_pretrained_reads_written_shards(tmp_path):
-    model = tiny_model("qwen3_moe")
+    model = build_tiny_model("qwen3_moe")
     tensors = {Key(WEIGHT, name): tensor for name, tensor in model.state_dict().items()}
     with Output(tmp_path / "out") as output:
         writer = ShardsWriter(output, {key: TensorMeta.of(tensor) for key, tensor in tensors.items()})

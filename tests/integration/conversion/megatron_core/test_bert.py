@@ -9,20 +9,20 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from hf_megatron.conversion import TargetOptions, convert
-from tests.helpers.megatron_pre_core import bert_parts, write_checkpoint
-from tests.helpers.tiny_models import VOCABULARY, tiny_model
+from tests.helpers.megatron_pre_core import extract_bert_weights, write_checkpoint
+from tests.helpers.tiny_models import VOCABULARY, build_tiny_model
 
 ROOT = Path(__file__).parents[4]
 
 
 @pytest.mark.parametrize("tp", [1, 2])
 def test_logits_match_megatron_core(tmp_path, tp):
-    model, hf = tiny_model("megatron_bert"), tmp_path / "hf"
+    model, hf = build_tiny_model("megatron_bert"), tmp_path / "hf"
     model.save_pretrained(hf)
     ids = torch.randint(0, VOCABULARY, (2, 24), generator=torch.Generator().manual_seed(1))
     types = (torch.arange(24) >= 12).long().expand(2, 24).contiguous()
     save_file({"ids": ids, "mask": torch.ones_like(ids), "types": types}, hf / "inputs.safetensors")
-    source = write_checkpoint(tmp_path / "older", bert_parts(model), "2020", 0, tp=2)
+    source = write_checkpoint(tmp_path / "older", extract_bert_weights(model), "2020", 0, tp=2)
     options = TargetOptions(tp_size=tp)
     convert(source, tmp_path / "core", "megatron_core", config=str(hf), options=options)
     options = TargetOptions(tp_size=tp, local_names=True)

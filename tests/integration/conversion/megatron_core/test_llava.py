@@ -9,14 +9,14 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from hf_megatron.conversion import TargetOptions, convert
-from tests.helpers.tiny_models import VOCABULARY, tiny_model
+from tests.helpers.tiny_models import VOCABULARY, build_tiny_model
 
 ROOT = Path(__file__).parents[4]
 
 
 @pytest.mark.parametrize(("case", "tp"), [("llava", 1), ("llava", 2), ("llava_tied", 2)])
 def test_logits_match_megatron_core(tmp_path, case, tp):
-    model, hf = tiny_model(case), tmp_path / "hf"
+    model, hf = build_tiny_model(case), tmp_path / "hf"
     model.save_pretrained(hf)
     generator = torch.Generator().manual_seed(1)
     image, patches = model.config.image_token_id, model.config.image_seq_length
@@ -34,7 +34,7 @@ def test_logits_match_megatron_core(tmp_path, case, tp):
         weight.copy_(weight.roll(weight.shape[0] // 2, 0))
     model.save_pretrained(tmp_path / "faulty")
     convert(tmp_path / "faulty", tmp_path / "faulty-core", "megatron_core", options=TargetOptions(tp_size=tp))
-    model = tiny_model(case)
+    model = build_tiny_model(case)
     folders = [str(tmp_path / name / "release") for name in ("core", "faulty-core")]
     command = [sys.executable, "-m", "tests.megatron_peer.llava", str(hf), str(tmp_path / "out"), str(tp), *folders]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=500, check=False)

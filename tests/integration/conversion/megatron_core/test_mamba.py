@@ -14,7 +14,7 @@ from torch.distributed.checkpoint import FileSystemReader
 
 from hf_megatron import CheckpointError
 from hf_megatron.conversion import TargetOptions, convert
-from tests.helpers.tiny_models import VOCABULARY, tiny_model
+from tests.helpers.tiny_models import VOCABULARY, build_tiny_model
 
 ROOT = Path(__file__).parents[4]
 # Block sizes in the first layer of the tiny Nemotron-H model.
@@ -26,7 +26,7 @@ BLOCKS = {"z": 128, "x": 128, "B": 32, "C": 32, "dt": 8}
 def test_logits_match_megatron_core(tmp_path, case, layout):
     """Covers tensor-parallel ranks, with and without pipeline stages."""
     tp, pp = (int(layout[0]), int(layout[-1]) if "x" in layout else 1)
-    model, hf = tiny_model(case), tmp_path / "hf"
+    model, hf = build_tiny_model(case), tmp_path / "hf"
     model.save_pretrained(hf)
     ids = torch.randint(0, VOCABULARY, (2, 24), generator=torch.Generator().manual_seed(1))
     save_file({"ids": ids}, hf / "inputs.safetensors")
@@ -53,7 +53,7 @@ def test_logits_match_megatron_core(tmp_path, case, layout):
 
 @pytest.mark.parametrize("tp", [2, 4])
 def test_ranks_hold_shard_of_each_block(tmp_path, tp):
-    model = tiny_model("nemotron_h")
+    model = build_tiny_model("nemotron_h")
     model.save_pretrained(tmp_path / "hf")
     convert(tmp_path / "hf", tmp_path / "legacy", "megatron_legacy", options=TargetOptions(tp_size=tp))
     mixer = model.model.layers[0].mixer
@@ -71,7 +71,7 @@ def test_ranks_hold_shard_of_each_block(tmp_path, tp):
 
 @pytest.mark.parametrize("sizes", [(2, 2), (4, 3), (1, 6), (2, 1, 2), (2, 2, 4)])
 def test_rank_files_round_trip_bit_equal(tmp_path, sizes):
-    tiny_model("nemotron_h").save_pretrained(tmp_path / "hf")
+    build_tiny_model("nemotron_h").save_pretrained(tmp_path / "hf")
     convert(tmp_path / "hf", tmp_path / "legacy", "megatron_legacy", options=TargetOptions(*sizes))
     convert(tmp_path / "legacy", tmp_path / "back", "hf")
     before, after = (load_file(tmp_path / name / "model.safetensors") for name in ("hf", "back"))
@@ -80,7 +80,7 @@ def test_rank_files_round_trip_bit_equal(tmp_path, sizes):
 
 
 def test_each_block_has_stored_name(tmp_path):
-    tiny_model("nemotron_h").save_pretrained(tmp_path / "hf")
+    build_tiny_model("nemotron_h").save_pretrained(tmp_path / "hf")
     convert(tmp_path / "hf", tmp_path / "core", "megatron_core")
     stored = FileSystemReader(tmp_path / "core" / "release").read_metadata().state_dict_metadata
     for layer in (0, 4):
@@ -92,6 +92,6 @@ def test_each_block_has_stored_name(tmp_path):
 
 
 def test_indivisible_groups_are_rejected(tmp_path):
-    tiny_model("mamba2").save_pretrained(tmp_path / "hf")
+    build_tiny_model("mamba2").save_pretrained(tmp_path / "hf")
     with pytest.raises(CheckpointError, match="mamba_num_groups 4 is not divisible by tp_size 8. Valid sizes: 1, 2, 4"):
         convert(tmp_path / "hf", tmp_path / "legacy", "megatron_legacy", options=TargetOptions(tp_size=8))

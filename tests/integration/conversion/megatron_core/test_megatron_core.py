@@ -16,7 +16,7 @@ from hf_megatron.conversion.families import get_family
 from hf_megatron.conversion.interfaces import MAIN_WEIGHT, WEIGHT
 from hf_megatron.conversion.megatron_core.reader import MegatronCoreReader
 from hf_megatron.core.fork_harness import run_ranks
-from tests.helpers.tiny_models import FAMILIES, VOCABULARY, config_of, tiny_model
+from tests.helpers.tiny_models import FAMILIES, VOCABULARY, make_config, build_tiny_model
 
 ROOT = Path(__file__).parents[4]
 PADDED = 256
@@ -24,7 +24,7 @@ IDS = torch.randint(0, VOCABULARY, (2, 24), generator=torch.Generator().manual_s
 
 # Classes other than GPTModel have their own tests: test_bert.py, test_mamba.py and test_t5.py.
 OTHER_CLASSES = {"megatron-bert", "mamba2", "nemotron_h", "t5", "mt5"}
-CHECKED = [case for case in FAMILIES if get_family(config_of(case)).unchecked(config_of(case)) is None]
+CHECKED = [case for case in FAMILIES if get_family(make_config(case)).unchecked(make_config(case)) is None]
 BUILT = [case for case in CHECKED if FAMILIES[case][0] not in OTHER_CLASSES]
 # Tensor parallelism changes the summation order of latent attention.
 TOLERANCE = {"deepseek_v2": 3e-6, "deepseek_v2_lite": 3e-6, "deepseek_v3": 3e-6, "deepseek_v3_halves": 3e-6}
@@ -57,7 +57,7 @@ def written(tmp_path_factory):
     """Folder with every family that megatron-core can build: tiny models, conversions, and megatron-core's logits."""
     root = tmp_path_factory.mktemp("core")
     for case in BUILT:
-        tiny_model(case).save_pretrained(root / case / "hf")
+        build_tiny_model(case).save_pretrained(root / case / "hf")
         convert(root / case / "hf", root / case / "core", "megatron_core", options=TargetOptions(tp_size=2))
     for case in ("llama", "gpt2", "qwen3"):
         layout = TargetOptions(tp_size=2, local_names=True)
@@ -138,8 +138,8 @@ def saved(tmp_path_factory):
     root = tmp_path_factory.mktemp("saved")
     launches = []
     for name, (case, layout, fields) in SAVED.items():
-        config = config_of(case)
-        config.architectures = [type(tiny_model(case)).__name__]
+        config = make_config(case)
+        config.architectures = [type(build_tiny_model(case)).__name__]
         config.save_pretrained(root / name / "hf")
         task = {
             "task": "save",
@@ -189,11 +189,11 @@ def trained(tmp_path_factory):
     root = tmp_path_factory.mktemp("trained")
     launches = []
     for name, (case, layout, fields) in TRAINED.items():
-        config = config_of(case)
+        config = make_config(case)
         for dropout in ("resid_pdrop", "embd_pdrop", "attn_pdrop"):
             if dropout in config.to_dict():
                 setattr(config, dropout, 0.0)
-        config.architectures = [type(tiny_model(case)).__name__]
+        config.architectures = [type(build_tiny_model(case)).__name__]
         config.save_pretrained(root / name / "hf")
         task = {
             "task": "train_save",
@@ -424,7 +424,7 @@ def train_in_bf16(source: Path, target: Path, steps: int, checkpoint: Path | Non
 
 
 def test_bf16_main_weights_survive_conversion(tmp_path):
-    tiny_model("llama", torch.bfloat16).save_pretrained(tmp_path / "hf")
+    build_tiny_model("llama", torch.bfloat16).save_pretrained(tmp_path / "hf")
     run_ranks(train_in_bf16, 2, tmp_path / "hf", tmp_path / "state", 2, None)
     convert(tmp_path / "state", tmp_path / "core", "megatron_core")
     with MegatronCoreReader(tmp_path / "core") as reader:

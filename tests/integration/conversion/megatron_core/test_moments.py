@@ -22,7 +22,7 @@ from hf_megatron.conversion.megatron_core.reader import MegatronCoreReader
 from hf_megatron.conversion.megatron_core.writer import MegatronCoreWriter
 from hf_megatron.conversion.output_folder import Output
 from hf_megatron.core.io.safetensors import TensorMeta
-from tests.helpers.tiny_models import config_of, tiny_model
+from tests.helpers.tiny_models import make_config, build_tiny_model
 
 
 def write(folder: Path, tensors: dict[Key, torch.Tensor], model: MegatronModel, state: OptimizerState | None) -> None:
@@ -41,7 +41,7 @@ def read(folder: Path) -> dict[Key, torch.Tensor]:
 
 @pytest.mark.parametrize("case", ["nemotron_h", "mamba2_tied", "t5"])
 def test_moments_round_trip(tmp_path, case):
-    tiny_model(case).save_pretrained(tmp_path / "hf")
+    build_tiny_model(case).save_pretrained(tmp_path / "hf")
     convert(tmp_path / "hf", tmp_path / "plain", "megatron_core")
     tensors = read(tmp_path / "plain")
     for factor, kind in enumerate((MAIN_WEIGHT, EXP_AVG, EXP_AVG_SQ), 1):
@@ -51,7 +51,7 @@ def test_moments_round_trip(tmp_path, case):
             for key, tensor in tensors.items()
             if key.kind == WEIGHT and key.name != "lm_head.output_layer.weight"
         }
-    write(tmp_path / "trained", tensors, get_family(config_of(case)).model(config_of(case)), OptimizerState(7))
+    write(tmp_path / "trained", tensors, get_family(make_config(case)).model(make_config(case)), OptimizerState(7))
     convert(tmp_path / "trained", tmp_path / "sharded", "sharded", config=str(tmp_path / "hf"))
     convert(tmp_path / "sharded", tmp_path / "again", "megatron_core")
     with MegatronCoreReader(tmp_path / "again") as reader:
@@ -71,10 +71,10 @@ def test_moments_round_trip(tmp_path, case):
     ],
 )
 def test_missing_or_extra_block_is_rejected(tmp_path, blocks, said):
-    tiny_model("mamba2").save_pretrained(tmp_path / "hf")
+    build_tiny_model("mamba2").save_pretrained(tmp_path / "hf")
     convert(tmp_path / "hf", tmp_path / "plain", "megatron_core")
     tensors, name = read(tmp_path / "plain"), "mixer.in_proj.weight"
-    model = get_family(config_of("mamba2")).model(config_of("mamba2"))
+    model = get_family(make_config("mamba2")).model(make_config("mamba2"))
     tensors = {
         key: torch.cat([tensor, tensor])[: sum(blocks.values())] if key.name.endswith(name) else tensor
         for key, tensor in tensors.items()
@@ -85,10 +85,10 @@ def test_missing_or_extra_block_is_rejected(tmp_path, blocks, said):
 
 
 def test_mismatched_head_copies_are_rejected(tmp_path):
-    tiny_model("t5").save_pretrained(tmp_path / "hf")
+    build_tiny_model("t5").save_pretrained(tmp_path / "hf")
     convert(tmp_path / "hf", tmp_path / "plain", "megatron_core")
     tensors = read(tmp_path / "plain")
     tensors[Key(WEIGHT, "lm_head.output_layer.weight")] += 1
-    write(tmp_path / "damaged", tensors, get_family(config_of("t5")).model(config_of("t5")), None)
+    write(tmp_path / "damaged", tensors, get_family(make_config("t5")).model(make_config("t5")), None)
     with pytest.raises(CheckpointError, match=r"lm_head\.output_layer\.weight: 2 copies .* differ"):
         convert(tmp_path / "damaged", tmp_path / "back", "hf", config=str(tmp_path / "hf"))

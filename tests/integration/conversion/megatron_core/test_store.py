@@ -15,7 +15,7 @@ from hf_megatron.conversion.interfaces import EXP_AVG, EXP_AVG_SQ, MAIN_WEIGHT, 
 from hf_megatron.conversion.megatron_core.reader import MegatronCoreReader
 from hf_megatron.conversion.megatron_core.writer import MegatronCoreWriter
 from hf_megatron.conversion.output_folder import Output
-from tests.helpers.tiny_models import tiny_model
+from tests.helpers.tiny_models import build_tiny_model
 
 ROOT = Path(__file__).parents[4]
 PADDED = 256
@@ -65,7 +65,7 @@ def task(kind: str, case: Case, hf: Path, name: str = "", **more) -> dict:
 def hf(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("hf")
     for case in CASES:
-        tiny_model(case.family).config.save_pretrained(folder / case.family)
+        build_tiny_model(case.family).config.save_pretrained(folder / case.family)
     return folder
 
 

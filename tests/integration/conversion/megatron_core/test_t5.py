@@ -16,7 +16,7 @@ from hf_megatron import CheckpointError, UnsupportedError
 from hf_megatron.conversion import TargetOptions, convert
 from hf_megatron.conversion.export import export
 from hf_megatron.conversion.families import check_config
-from tests.helpers.tiny_models import VOCABULARY, tiny_model
+from tests.helpers.tiny_models import VOCABULARY, build_tiny_model
 
 ROOT = Path(__file__).parents[4]
 
@@ -24,7 +24,7 @@ ROOT = Path(__file__).parents[4]
 @pytest.mark.parametrize("tp", [1, 2])
 @pytest.mark.parametrize("case", ["t5", "t5_tied", "mt5"])
 def test_logits_match_megatron_core(tmp_path, case, tp):
-    model, hf = tiny_model(case), tmp_path / "hf"
+    model, hf = build_tiny_model(case), tmp_path / "hf"
     model.save_pretrained(hf)
     generator = torch.Generator().manual_seed(1)
     ids, decoder_ids = (torch.randint(0, VOCABULARY, (2, length), generator=generator) for length in (24, 20))
@@ -55,7 +55,7 @@ def test_logits_match_megatron_core(tmp_path, case, tp):
 @pytest.mark.parametrize("to", ["megatron_core", "megatron_legacy", "sharded", "dcp"])
 def test_untied_head_round_trips(tmp_path, to):
     """T5 1.1 has an untied head that its config cannot express: transformers detects it in the files."""
-    tiny_model("t5").save_pretrained(tmp_path / "hf")
+    build_tiny_model("t5").save_pretrained(tmp_path / "hf")
     convert(tmp_path / "hf", tmp_path / "made", to)
     report = convert(tmp_path / "made", tmp_path / "back", "hf", verify=True, logits=True)
     assert report.comparison.equal and report.comparison.logits == 0.0
@@ -66,7 +66,7 @@ def test_untied_head_round_trips(tmp_path, to):
 
 @pytest.mark.parametrize("to", ["megatron_core", "sharded"])
 def test_export_keeps_untied_head(tmp_path, to):
-    model = tiny_model("t5")
+    model = build_tiny_model("t5")
     model.config.architectures = [type(model).__name__]
     export(model, tmp_path / "made", to, None, model.config.save_pretrained)
     convert(tmp_path / "made", tmp_path / "back", "hf")
@@ -77,7 +77,7 @@ def test_export_keeps_untied_head(tmp_path, to):
 
 def test_mismatched_tied_weights_are_rejected(tmp_path):
     """This config can express an untied head but ties it, so either the config or the weights are wrong."""
-    tiny_model("llama_tied").save_pretrained(tmp_path / "hf")
+    build_tiny_model("llama_tied").save_pretrained(tmp_path / "hf")
     tensors = load_file(tmp_path / "hf" / "model.safetensors")
     save_file(
         {**tensors, "lm_head.weight": tensors["model.embed_tokens.weight"] + 1},
@@ -101,6 +101,6 @@ def test_unsupported_t5_configs_are_rejected(changes, reason):
 
 
 def test_encoder_decoder_pipeline_is_rejected(tmp_path):
-    tiny_model("t5").save_pretrained(tmp_path / "hf")
+    build_tiny_model("t5").save_pretrained(tmp_path / "hf")
     with pytest.raises(CheckpointError, match="pp_size 2: encoder and decoder must be on one pipeline stage"):
         convert(tmp_path / "hf", tmp_path / "legacy", "megatron_legacy", options=TargetOptions(pp_size=2))

@@ -10,12 +10,21 @@ import pytest
 import torch
 
 from hf_megatron.errors import CheckpointError
-from tests.helpers.legacy_weights import FIRST, change, check_equal, model, read, set_value, weights, write
+from tests.helpers.legacy_weights import (
+    FIRST,
+    edit_rank_file,
+    check_equal,
+    model,
+    read_checkpoint,
+    set_value,
+    make_weights,
+    write_checkpoint,
+)
 
 
 @pytest.fixture
 def tensors():
-    return weights()
+    return make_weights()
 
 
 class Bomb:
@@ -31,43 +40,43 @@ class Bomb:
 def test_pickle_code_does_not_run(tmp_path, tensors, function, place):
     marker = tmp_path / "ran"
     command = f"touch {marker}" if function is os.system else f"open({str(marker)!r}, 'w').close()"
-    write(tmp_path / "out", tensors, model())
+    write_checkpoint(tmp_path / "out", tensors, model())
     path = ["model", "output_layer._extra_state"] if place == "extra_state" else [place]
-    change(tmp_path / "out" / FIRST, set_value(path, Bomb(function, command)))
+    edit_rank_file(tmp_path / "out" / FIRST, set_value(path, Bomb(function, command)))
     with pytest.raises(CheckpointError, match=f"references .*{function.__name__}") as caught:
-        read(tmp_path / "out", model())
+        read_checkpoint(tmp_path / "out", model())
     assert str(tmp_path / "out" / FIRST) in str(caught.value)
     assert not marker.exists()
 
 
 def test_old_torch_files_are_read_and_pickles_rejected(tmp_path, tensors):
-    write(tmp_path / "out", tensors, model())
+    write_checkpoint(tmp_path / "out", tensors, model())
     path = tmp_path / "out" / FIRST
     content = torch.load(path, weights_only=False)
-    expected = read(tmp_path / "out", model())
+    expected = read_checkpoint(tmp_path / "out", model())
     torch.save(content, path, _use_new_zipfile_serialization=False)
-    restored = read(tmp_path / "out", model())
+    restored = read_checkpoint(tmp_path / "out", model())
     assert restored.keys() == expected.keys() and all(torch.equal(restored[key], expected[key]) for key in expected)
     path.write_bytes(pickle.dumps(Bomb(os.system, f"touch {tmp_path / 'ran'}")))
     with pytest.raises(CheckpointError, match=re.escape(str(path))):
-        read(tmp_path / "out", model())
+        read_checkpoint(tmp_path / "out", model())
     assert not (tmp_path / "ran").exists()
 
 
 def test_truncated_file_is_rejected(tmp_path, tensors):
-    write(tmp_path / "out", tensors, model())
+    write_checkpoint(tmp_path / "out", tensors, model())
     path = tmp_path / "out" / FIRST
     content = path.read_bytes()
     for length in (0, 10, 100, len(content) // 2, len(content) - 1000, len(content) - 20, len(content) - 1):
         path.write_bytes(content[:length])
         with pytest.raises(CheckpointError, match=re.escape(str(path))):
-            read(tmp_path / "out", model())
+            read_checkpoint(tmp_path / "out", model())
 
 
 def test_flipped_zip_directory_byte_is_rejected_or_harmless(tmp_path):
-    expected = weights(layers=1, experts=0)
+    expected = make_weights(layers=1, experts=0)
     megatron_model = model(layers=1)
-    write(tmp_path / "out", expected, megatron_model)
+    write_checkpoint(tmp_path / "out", expected, megatron_model)
     path = tmp_path / "out" / FIRST
     content = path.read_bytes()
     start = struct.unpack("<I", content[-6:-2])[0]
@@ -78,7 +87,7 @@ def test_flipped_zip_directory_byte_is_rejected_or_harmless(tmp_path):
             damaged[position] ^= bit
             path.write_bytes(damaged)
             try:
-                restored = read(tmp_path / "out", megatron_model)
+                restored = read_checkpoint(tmp_path / "out", megatron_model)
             except CheckpointError as error:
                 assert str(path) in str(error)
                 refused += 1
@@ -89,7 +98,7 @@ def test_flipped_zip_directory_byte_is_rejected_or_harmless(tmp_path):
 
 def test_flipped_pickle_byte_raises_only_checkpoint_error(tmp_path):
     megatron_model = model(layers=1)
-    write(tmp_path / "out", weights(layers=1, experts=0), megatron_model)
+    write_checkpoint(tmp_path / "out", make_weights(layers=1, experts=0), megatron_model)
     path = tmp_path / "out" / FIRST
     content = path.read_bytes()
     with zipfile.ZipFile(path) as archive:
@@ -99,18 +108,18 @@ def test_flipped_pickle_byte_raises_only_checkpoint_error(tmp_path):
         damaged[position] ^= 0x10
         path.write_bytes(damaged)
         try:
-            read(tmp_path / "out", megatron_model)
+            read_checkpoint(tmp_path / "out", megatron_model)
         except CheckpointError as error:
             assert str(tmp_path) in str(error)
 
 
 def test_record_names_cannot_escape_folder(tmp_path, tensors):
-    write(tmp_path / "out", tensors, model())
+    write_checkpoint(tmp_path / "out", tensors, model())
     path = tmp_path / "out" / FIRST
     content = path.read_bytes()
     for name in (b"archive/data/1", b"archive/data.pkl"):
         evil = (b"../../../" * 3)[: len(name)]
         path.write_bytes(content.replace(name, evil))
         with pytest.raises(CheckpointError, match=re.escape(str(path))):
-            read(tmp_path / "out", model())
+            read_checkpoint(tmp_path / "out", model())
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["out"]

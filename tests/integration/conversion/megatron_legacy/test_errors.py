@@ -17,19 +17,19 @@ from tests.helpers.legacy_weights import (
     FIRST,
     NORM,
     QKV,
-    change,
+    edit_rank_file,
     check_equal,
     model,
-    read,
+    read_checkpoint,
     set_value,
-    weights,
-    write,
+    make_weights,
+    write_checkpoint,
 )
 
 
 @pytest.fixture
 def tensors():
-    return weights()
+    return make_weights()
 
 
 @pytest.mark.parametrize(
@@ -49,15 +49,15 @@ def tensors():
 )
 def test_indivisible_sizes_are_rejected(tmp_path, tensors, layout, further, message):
     with pytest.raises(CheckpointError, match=message):
-        write(tmp_path / "out", tensors, model(**further), layout)
+        write_checkpoint(tmp_path / "out", tensors, model(**further), layout)
     assert not list(tmp_path.iterdir())
 
 
 def test_writer_requires_every_tensor_once(tmp_path, tensors):
     with pytest.raises(CheckpointError, match="exp_avg of .* without optimizer state"):
-        write(tmp_path / "out", {Key("exp_avg", QKV): torch.zeros(24, 16)}, model())
+        write_checkpoint(tmp_path / "out", {Key("exp_avg", QKV): torch.zeros(24, 16)}, model())
     with pytest.raises(CheckpointError, match=r"not_there\.weight"):
-        write(tmp_path / "out", {Key(WEIGHT, "decoder.layers.0.not_there.weight"): torch.zeros(1)}, model())
+        write_checkpoint(tmp_path / "out", {Key(WEIGHT, "decoder.layers.0.not_there.weight"): torch.zeros(1)}, model())
     plan = {key: TensorMeta.of(tensor) for key, tensor in tensors.items()}
     key = Key(WEIGHT, QKV)
     with pytest.raises(CheckpointError, match="not written"), Output(tmp_path / "out") as output:
@@ -114,26 +114,26 @@ BROKEN = {
 @pytest.mark.parametrize("case", BROKEN)
 def test_broken_checkpoint_is_rejected(tmp_path, tensors, case):
     edit, message = BROKEN[case]
-    write(tmp_path / "out", tensors, model())
-    change(tmp_path / "out" / FIRST, edit)
+    write_checkpoint(tmp_path / "out", tensors, model())
+    edit_rank_file(tmp_path / "out" / FIRST, edit)
     with pytest.raises(CheckpointError, match=message) as caught:
-        read(tmp_path / "out", model())
+        read_checkpoint(tmp_path / "out", model())
     assert str(tmp_path) in str(caught.value)
 
 
 @pytest.mark.parametrize("missing", ["mp_rank_00_000_000", "mp_rank_01_001_001", "mp_rank_01_000_001"])
 def test_missing_rank_is_reported(tmp_path, tensors, missing):
-    write(tmp_path / "out", tensors, model(), TargetOptions(2, 2, 2))
+    write_checkpoint(tmp_path / "out", tensors, model(), TargetOptions(2, 2, 2))
     shutil.rmtree(tmp_path / "out" / "iter_0000007" / missing)
     with pytest.raises(CheckpointError, match=f"{missing} is missing"):
-        read(tmp_path / "out", model())
+        read_checkpoint(tmp_path / "out", model())
 
 
 def test_missing_files_and_folders_are_reported(tmp_path, tensors):
-    write(tmp_path / "out", tensors, model(), TargetOptions(tp_size=2))
+    write_checkpoint(tmp_path / "out", tensors, model(), TargetOptions(tp_size=2))
     (tmp_path / "out" / "iter_0000007" / "mp_rank_01" / FILE).unlink()
     with pytest.raises(CheckpointError, match=f"mp_rank_01/{FILE} is missing"):
-        read(tmp_path / "out", model())
+        read_checkpoint(tmp_path / "out", model())
     tracker = tmp_path / "out" / "latest_checkpointed_iteration.txt"
     for text, message in (
         ("8", "refers to iter_0000008"),
@@ -142,50 +142,50 @@ def test_missing_files_and_folders_are_reported(tmp_path, tensors):
     ):
         tracker.write_text(text)
         with pytest.raises(CheckpointError, match=message):
-            read(tmp_path / "out", model())
+            read_checkpoint(tmp_path / "out", model())
     with pytest.raises(CheckpointError, match="is not a folder"):
-        read(tmp_path / "nowhere", model())
+        read_checkpoint(tmp_path / "nowhere", model())
     with pytest.raises(CheckpointError, match="expected mp_rank"):
-        read(tmp_path, model())
+        read_checkpoint(tmp_path, model())
 
 
 @pytest.mark.parametrize("layout", [TargetOptions(tp_size=2), TargetOptions(ep_size=2)], ids=["tp", "ep"])
 def test_mismatched_replicas_are_rejected(tmp_path, tensors, layout):
-    write(tmp_path / "out", tensors, model(), layout)
+    write_checkpoint(tmp_path / "out", tensors, model(), layout)
     second = sorted((tmp_path / "out").rglob("*.pt"))[1]
-    change(second, lambda content: content["model"][NORM].add_(1))
+    edit_rank_file(second, lambda content: content["model"][NORM].add_(1))
     with pytest.raises(CheckpointError, match="should be copies") as caught:
-        read(tmp_path / "out", model())
+        read_checkpoint(tmp_path / "out", model())
     assert NORM in str(caught.value) and str(second) in str(caught.value)
 
 
 def test_mismatched_tied_copy_is_rejected(tmp_path):
     megatron_model = model(tied=True)
-    write(tmp_path / "out", weights(tied=True), megatron_model, TargetOptions(pp_size=2))
-    change(
+    write_checkpoint(tmp_path / "out", make_weights(tied=True), megatron_model, TargetOptions(pp_size=2))
+    edit_rank_file(
         tmp_path / "out" / "iter_0000007" / "mp_rank_00_001" / FILE,
         lambda content: content["model"]["output_layer.weight"].add_(1),
     )
     with pytest.raises(CheckpointError, match="output_layer.weight.*differ"):
-        read(tmp_path / "out", megatron_model)
+        read_checkpoint(tmp_path / "out", megatron_model)
 
 
 def test_inconsistent_ranks_are_rejected(tmp_path, tensors):
-    write(tmp_path / "out", tensors, model(), TargetOptions(tp_size=2))
+    write_checkpoint(tmp_path / "out", tensors, model(), TargetOptions(tp_size=2))
     second = tmp_path / "out" / "iter_0000007" / "mp_rank_01" / FILE
     saved = second.read_bytes()
-    change(second, lambda content: content["model"].pop(NORM))
+    edit_rank_file(second, lambda content: content["model"].pop(NORM))
     with pytest.raises(CheckpointError, match="have different tensors"):
-        read(tmp_path / "out", model())
+        read_checkpoint(tmp_path / "out", model())
     second.write_bytes(saved)
-    change(second, set_value(["model", QKV], torch.zeros(3, 16)))
+    edit_rank_file(second, set_value(["model", QKV], torch.zeros(3, 16)))
     with pytest.raises(CheckpointError, match="but another rank has"):
-        read(tmp_path / "out", model())
+        read_checkpoint(tmp_path / "out", model())
 
 
 def test_optimizer_state_is_rejected_with_workaround(tmp_path, tensors):
-    write(tmp_path / "out", tensors, model())
-    change(tmp_path / "out" / FIRST, set_value(["optimizer"], {"state": {0: torch.zeros(2)}}))
+    write_checkpoint(tmp_path / "out", tensors, model())
+    edit_rank_file(tmp_path / "out" / FIRST, set_value(["optimizer"], {"state": {0: torch.zeros(2)}}))
     with MegatronLegacyReader(tmp_path / "out", model()) as reader:
         assert "--dist-ckpt-optim-fully-reshardable" in reader.optimizer_unsupported_reason
-    check_equal(read(tmp_path / "out", model()), tensors)
+    check_equal(read_checkpoint(tmp_path / "out", model()), tensors)

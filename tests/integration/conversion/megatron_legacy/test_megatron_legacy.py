@@ -22,12 +22,22 @@ from hf_megatron.conversion.megatron_legacy.reader import MegatronLegacyReader
 from hf_megatron.conversion.megatron_legacy.writer import MegatronLegacyWriter
 from hf_megatron.conversion.output_folder import Output
 from hf_megatron.core.io.safetensors import TensorMeta
-from tests.helpers.legacy_weights import FILE, FIRST, QKV, change, check_equal, model, read, weights, write
+from tests.helpers.legacy_weights import (
+    FILE,
+    FIRST,
+    QKV,
+    edit_rank_file,
+    check_equal,
+    model,
+    read_checkpoint,
+    make_weights,
+    write_checkpoint,
+)
 
 
 @pytest.fixture
 def tensors():
-    return weights()
+    return make_weights()
 
 
 OPTIONS = [{}, {"local_names": True}, {"local_names": True, "grouped_experts": True, "expert_tp_size": 1}]
@@ -37,29 +47,29 @@ OPTIONS = [{}, {"local_names": True}, {"local_names": True, "grouped_experts": T
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 @pytest.mark.parametrize("sizes", list(itertools.product((1, 2, 4), (1, 2, 4), (1, 2))), ids=str)
 def test_round_trip(tmp_path, sizes, tied, options):
-    expected = weights(tied=tied)
+    expected = make_weights(tied=tied)
     layout = TargetOptions(*sizes)
-    write(tmp_path / "out", expected, model(tied=tied), layout, **options)
+    write_checkpoint(tmp_path / "out", expected, model(tied=tied), layout, **options)
     files = list((tmp_path / "out").rglob("*.pt"))
     assert len(files) == layout.tp_size * layout.pp_size * layout.ep_size
-    check_equal(read(tmp_path / "out", model(tied=tied)), expected)
-    check_equal(read(tmp_path / "out" / "iter_0000007", model(tied=tied)), expected)
+    check_equal(read_checkpoint(tmp_path / "out", model(tied=tied)), expected)
+    check_equal(read_checkpoint(tmp_path / "out" / "iter_0000007", model(tied=tied)), expected)
 
 
 @pytest.mark.parametrize("local_names", [False, True])
 @pytest.mark.parametrize("tp_size", [1, 2, 4])
 def test_latent_attention_round_trip(tmp_path, tp_size, local_names):
-    expected = weights(latent=True)
-    write(tmp_path / "out", expected, model(), TargetOptions(tp_size), local_names=local_names)
+    expected = make_weights(latent=True)
+    write_checkpoint(tmp_path / "out", expected, model(), TargetOptions(tp_size), local_names=local_names)
     rank = torch.load(tmp_path / "out" / FIRST, weights_only=False)["model"]
     rows = rank["decoder.layers.0.self_attention.linear_kv_down_proj.weight"].shape[0]
     assert rows == (12 // tp_size if local_names else 12)
-    check_equal(read(tmp_path / "out", model()), expected)
+    check_equal(read_checkpoint(tmp_path / "out", model()), expected)
 
 
 @pytest.mark.parametrize("mapped", [False, True])
 def test_torch_loads_written_files(tmp_path, tensors, mapped):
-    write(tmp_path / "out", tensors, model(), TargetOptions(tp_size=2, make_vocab_size_divisible_by=12))
+    write_checkpoint(tmp_path / "out", tensors, model(), TargetOptions(tp_size=2, make_vocab_size_divisible_by=12))
     path = tmp_path / "out" / FIRST
     content = torch.load(path, weights_only=False, mmap=mapped)
     # Tensor records have no checksum, as torch writes them with `set_crc32_options(False)`.
@@ -80,25 +90,25 @@ def test_torch_loads_written_files(tmp_path, tensors, mapped):
 
 
 def test_release_without_iteration(tmp_path, tensors):
-    write(tmp_path / "out", tensors, model(), iteration=None)
+    write_checkpoint(tmp_path / "out", tensors, model(), iteration=None)
     assert (tmp_path / "out" / "latest_checkpointed_iteration.txt").read_text() == "release"
     assert (tmp_path / "out" / "release" / "mp_rank_00" / FILE).is_file()
     with MegatronLegacyReader(tmp_path / "out", model()) as reader:
         assert reader.iteration is None and reader.optimizer_unsupported_reason is None
-    check_equal(read(tmp_path / "out", model()), tensors)
+    check_equal(read_checkpoint(tmp_path / "out", model()), tensors)
 
 
 def test_two_index_folders_without_arguments(tmp_path, tensors):
     for name, layout in (("pp", TargetOptions(pp_size=2)), ("ep", TargetOptions(ep_size=2))):
-        write(tmp_path / name, tensors, model(), layout)
+        write_checkpoint(tmp_path / name, tensors, model(), layout)
         for path in (tmp_path / name).rglob("*.pt"):
-            change(path, lambda content: content.pop("args"))
-        check_equal(read(tmp_path / name, model()), tensors)
+            edit_rank_file(path, lambda content: content.pop("args"))
+        check_equal(read_checkpoint(tmp_path / name, model()), tensors)
 
 
 def test_virtual_pipeline_stages_are_merged(tmp_path, tensors):
     """Four layers on two stages with two virtual stages each: the first has layers 0 and 2, the second 1 and 3."""
-    write(tmp_path / "out", tensors, model())
+    write_checkpoint(tmp_path / "out", tensors, model())
     content = torch.load(tmp_path / "out" / FIRST, weights_only=False)
     for stage in range(2):
         held = {key: value for key, value in content.items() if key != "model"}
@@ -115,12 +125,12 @@ def test_virtual_pipeline_stages_are_merged(tmp_path, tensors):
         path = tmp_path / "virtual" / f"mp_rank_00_{stage:03d}" / FILE
         path.parent.mkdir(parents=True)
         torch.save(held, path)
-    check_equal(read(tmp_path / "virtual", model()), tensors)
+    check_equal(read_checkpoint(tmp_path / "virtual", model()), tensors)
 
 
 def test_grouped_experts_are_read(tmp_path, tensors):
     """Stores all experts in one tensor, as GroupedMLP does (moe/experts.py, sh_ten_merge_fn)."""
-    write(tmp_path / "out", tensors, model(), TargetOptions(tp_size=2, ep_size=2), local_names=True)
+    write_checkpoint(tmp_path / "out", tensors, model(), TargetOptions(tp_size=2, ep_size=2), local_names=True)
 
     def merge_experts(content):
         held = content["model"]
@@ -134,10 +144,10 @@ def test_grouped_experts_are_read(tmp_path, tensors):
                     held.pop(f"{name}bias")
 
     for path in (tmp_path / "out").rglob("*.pt"):
-        change(path, merge_experts)
+        edit_rank_file(path, merge_experts)
     without = {key: tensor for key, tensor in tensors.items() if ".experts.experts.linear" not in key.name}
     without |= {key: tensor for key, tensor in tensors.items() if re.search(r"experts\.experts.*weight", key.name)}
-    restored = read(tmp_path / "out", model())
+    restored = read_checkpoint(tmp_path / "out", model())
     check_equal({key: restored[key] for key in without}, without)
     assert restored.keys() == without.keys()
 
@@ -148,7 +158,7 @@ def test_non_weight_state_is_ignored(tmp_path, tensors, monkeypatch):
         monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
     kinds = enum.Enum("ModelType", ["encoder_or_decoder"], module="megatron.core.enums")
     sys.modules["megatron.core.enums"].ModelType = kinds
-    write(tmp_path / "out", tensors, model())
+    write_checkpoint(tmp_path / "out", tensors, model())
 
     def add_non_weight_state(content):
         content["args"].model_type = kinds.encoder_or_decoder
@@ -161,8 +171,8 @@ def test_non_weight_state_is_ignored(tmp_path, tensors, monkeypatch):
         content["model"]["output_layer._extra_state"] = io.BytesIO(b"fp8")
         content["model"]["decoder.layers.0.self_attention.linear_qkv._extra_state"] = torch.zeros(3)
 
-    change(tmp_path / "out" / FIRST, add_non_weight_state)
-    check_equal(read(tmp_path / "out", model()), tensors)
+    edit_rank_file(tmp_path / "out" / FIRST, add_non_weight_state)
+    check_equal(read_checkpoint(tmp_path / "out", model()), tensors)
 
 
 def test_conversion_memory_is_bounded(tmp_path):

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from hf_megatron.conversion.interfaces import Key, MegatronModel, TargetOptions
 from hf_megatron.conversion.megatron.splits import tensor_parallel_split
 from hf_megatron.conversion.megatron_legacy.reader import MegatronLegacyReader
-from tests.helpers.legacy_weights import check_equal, write
+from tests.helpers.legacy_weights import check_equal, write_checkpoint
 
 ROOT = Path(__file__).parents[4]
 PADDED = 256
@@ -149,7 +149,7 @@ def loaded(saved, models):
     launches: dict[str, list[dict]] = {layout: [] for layout in LAYOUTS}
     for name, layout in CASES:
         sizes, target = LAYOUTS[layout], root / f"{name}_{layout}_written"
-        write(
+        write_checkpoint(
             target,
             read(root / f"{name}_tp1", models[name]),
             models[name],

@@ -11,10 +11,15 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForPreTraini
 from hf_megatron.conversion import convert
 from hf_megatron.core.fork_harness import run_ranks
 from hf_megatron.errors import CheckpointError
-from tests.helpers.megatron_pre_core import bert_parts, gpt2_parts, llama_parts, write_checkpoint
-from tests.helpers.tiny_models import tiny_model
+from tests.helpers.megatron_pre_core import (
+    extract_bert_weights,
+    extract_gpt2_weights,
+    extract_llama_weights,
+    write_checkpoint,
+)
+from tests.helpers.tiny_models import build_tiny_model
 
-PARTS = {"gpt2": gpt2_parts, "megatron_bert": bert_parts, "llama": llama_parts}
+PARTS = {"gpt2": extract_gpt2_weights, "megatron_bert": extract_bert_weights, "llama": extract_llama_weights}
 
 
 @pytest.fixture(scope="module")
@@ -23,7 +28,7 @@ def models(tmp_path_factory) -> dict[str, tuple[Path, object]]:
     pairs = {}
     for case in PARTS:
         folder = tmp_path_factory.mktemp(case) / "hf"
-        model = tiny_model(case)
+        model = build_tiny_model(case)
         model.save_pretrained(folder)
         pairs[case] = folder, model
     return pairs
@@ -90,7 +95,7 @@ def test_wrong_version_changes_only_attention(models, tmp_path, case, tp):
 def test_version_0_is_packed_by_rank(models, tmp_path):
     """The concatenated rows of two ranks differ from the rows that a single rank writes."""
     expected, model = models["gpt2"]
-    parts = gpt2_parts(model)
+    parts = extract_gpt2_weights(model)
     source = write_checkpoint(tmp_path / "two", parts, "2020", 0, tp=2)
     write_checkpoint(tmp_path / "one", parts, "2020", 0)
     name = "layers.0.attention.query_key_value.weight"
@@ -110,9 +115,9 @@ def _convert_to_hf(source: Path, config: Path) -> Path:
 @pytest.mark.parametrize("archive", [False, True], ids=["before torch 1.6", "zip"])
 def test_old_and_zip_torch_files_in_half_precision(tmp_path, archive):
     """Covers the first GPT-2 345M release: fp16, no arguments, no version, with or without the tracker file."""
-    model = tiny_model("gpt2", torch.float16)
+    model = build_tiny_model("gpt2", torch.float16)
     model.save_pretrained(tmp_path / "hf")
-    source = write_checkpoint(tmp_path / "megatron", gpt2_parts(model), "2020", 0, archive=archive)
+    source = write_checkpoint(tmp_path / "megatron", extract_gpt2_weights(model), "2020", 0, archive=archive)
     first = next(source.rglob("*.pt"))
     assert (first.read_bytes()[:2] == b"PK") is archive
     assert find_mismatches(_convert_to_hf(source, tmp_path / "hf"), tmp_path / "hf") == []
@@ -130,7 +135,7 @@ def test_missing_pooler_and_binary_head(models, tmp_path):
     config = AutoConfig.from_pretrained(folder)
     config.architectures = ["MegatronBertForMaskedLM"]
     config.save_pretrained(tmp_path / "masked")
-    parts = bert_parts(model)
+    parts = extract_bert_weights(model)
     source = write_checkpoint(tmp_path / "with", parts, "2021", 2.0)
     with pytest.raises(CheckpointError, match="does not fit MegatronBertForMaskedLM: 4 surplus .*bert.pooler.dense"):
         convert(source, tmp_path / "never", "hf", config=str(tmp_path / "masked"))
@@ -151,7 +156,7 @@ def compute_logits(folder: Path) -> torch.Tensor:
 
 def test_from_pretrained_reads_pre_core_on_two_ranks(models, tmp_path):
     expected, model = models["gpt2"]
-    source = write_checkpoint(tmp_path / "megatron", gpt2_parts(model), "2020", 0)
+    source = write_checkpoint(tmp_path / "megatron", extract_gpt2_weights(model), "2020", 0)
     shutil.copy(expected / "config.json", source)
     logits, expected_logits = run_ranks(compute_logits, 2, source), run_ranks(compute_logits, 2, expected)
     assert all(torch.equal(one, other) for one, other in zip(logits, expected_logits, strict=True))

@@ -11,15 +11,20 @@ import torch
 
 from hf_megatron.conversion import convert
 from hf_megatron.errors import CheckpointError
-from tests.helpers.megatron_pre_core import bert_parts, gpt2_parts, llama_parts, write_checkpoint
-from tests.helpers.tiny_models import tiny_model
+from tests.helpers.megatron_pre_core import (
+    extract_bert_weights,
+    extract_gpt2_weights,
+    extract_llama_weights,
+    write_checkpoint,
+)
+from tests.helpers.tiny_models import build_tiny_model
 
 LAYER = "layers.1.attention.query_key_value.weight"
 
 
 @pytest.fixture(scope="module")
 def gpt2(tmp_path_factory) -> tuple[Path, object]:
-    folder, model = tmp_path_factory.mktemp("gpt2") / "hf", tiny_model("gpt2")
+    folder, model = tmp_path_factory.mktemp("gpt2") / "hf", build_tiny_model("gpt2")
     model.save_pretrained(folder)
     return folder, model
 
@@ -105,7 +110,7 @@ DAMAGED = {
 def test_damage_is_reported(gpt2, tmp_path, case):
     folder, model = gpt2
     edit, message = DAMAGED[case]
-    source = write_checkpoint(tmp_path / "megatron", gpt2_parts(model), "2020", 0)
+    source = write_checkpoint(tmp_path / "megatron", extract_gpt2_weights(model), "2020", 0)
     change(next(source.rglob("*.pt")), edit)
     assert re.search(message, get_error(source, folder))
 
@@ -126,37 +131,39 @@ def test_arguments_must_match_config(gpt2, tmp_path, case):
     folder, model = gpt2
     args, message = ARGUMENTS[case]
     same = {"num_layers": 2, "num_attention_heads": 4, "layernorm_epsilon": 1e-5, "model_parallel_size": 1}
-    source = write_checkpoint(tmp_path / "megatron", gpt2_parts(model), "2020", 1.0, args={**same, **args})
+    source = write_checkpoint(tmp_path / "megatron", extract_gpt2_weights(model), "2020", 1.0, args={**same, **args})
     assert message in get_error(source, folder)
-    source = write_checkpoint(tmp_path / "same", gpt2_parts(model), "2020", 1.0, args={"kv_channels": None, **same})
+    source = write_checkpoint(
+        tmp_path / "same", extract_gpt2_weights(model), "2020", 1.0, args={"kv_channels": None, **same}
+    )
     convert(source, tmp_path / "hf", "hf", config=str(folder))
 
 
 def test_mixed_rank_versions_are_rejected(gpt2, tmp_path):
     folder, model = gpt2
-    source = write_checkpoint(tmp_path / "megatron", gpt2_parts(model), "2020", 2.0, tp=2)
+    source = write_checkpoint(tmp_path / "megatron", extract_gpt2_weights(model), "2020", 2.0, tp=2)
     change(sorted(source.rglob("*.pt"))[1], lambda content: content.update(checkpoint_version=1.0))
     assert "checkpoint_version is 1.0, but another rank has 2.0" in get_error(source, folder)
 
 
 def test_old_versions_reject_grouped_queries(tmp_path):
     """Grouped-query attention was added long after version 2.0."""
-    model = tiny_model("llama")
+    model = build_tiny_model("llama")
     model.save_pretrained(tmp_path / "hf")
-    source = write_checkpoint(tmp_path / "megatron", llama_parts(model), "2023", 3.0)
+    source = write_checkpoint(tmp_path / "megatron", extract_llama_weights(model), "2023", 3.0)
     change(next(source.rglob("*.pt")), lambda content: content.update(checkpoint_version=1.0))
     assert "4 heads and 2 groups in checkpoint_version 1.0" in get_error(source, tmp_path / "hf")
 
 
 def test_other_model_type_is_rejected(gpt2, tmp_path):
     folder, _ = gpt2
-    source = write_checkpoint(tmp_path / "megatron", bert_parts(tiny_model("megatron_bert")), "2020", 0)
+    source = write_checkpoint(tmp_path / "megatron", extract_bert_weights(build_tiny_model("megatron_bert")), "2020", 0)
     assert "have no counterpart in GPT2LMHeadModel" in get_error(source, folder)
 
 
 def test_too_small_vocabulary_is_rejected(gpt2, tmp_path):
     folder, model = gpt2
-    parts = gpt2_parts(model)
+    parts = extract_gpt2_weights(model)
     parts.embeddings["word"] = parts.embeddings["word"][:128].clone()
     source = write_checkpoint(tmp_path / "megatron", parts, "2020", 0, rows=128)
     assert "(128, 64)" in get_error(source, folder)
@@ -168,7 +175,7 @@ def test_old_loss_scalers_are_ignored(gpt2, tmp_path, monkeypatch):
     module = types.ModuleType("fp16.loss_scaler")
     scaler = type("DynamicLossScaler", (), {"__module__": "fp16.loss_scaler"})
     module.DynamicLossScaler = scaler
-    source = write_checkpoint(tmp_path / "megatron", gpt2_parts(model), "2020", 0)
+    source = write_checkpoint(tmp_path / "megatron", extract_gpt2_weights(model), "2020", 0)
     with monkeypatch.context() as patched:
         patched.setitem(sys.modules, "fp16", types.ModuleType("fp16"))
         patched.setitem(sys.modules, "fp16.loss_scaler", module)

@@ -17,7 +17,7 @@ from hf_megatron.parallelize import parallel_state
 from hf_megatron.testing.measure import measure
 from hf_megatron.testing.tiny_model import draw_parameters
 from hf_megatron.testing.tolerances import judge
-from tests.helpers.dp_training import ranks_of
+from tests.helpers.dp_training import count_ranks
 from tests.integration.integrations.trainer.test_trainer import rows
 
 TP2 = ConfigUnderTest(tp_size=2)
@@ -116,7 +116,7 @@ def test_replicated_weights_stay_equal(experts, text, recompute):
         assert not any(torch.equal(before[name], part) for name, part in after.items())
         return mesh.tp_rank, after, parallel_state(model).shardings
 
-    found = run_ranks(train, ranks_of(config))
+    found = run_ranks(train, count_ranks(config))
     compared = set()
     for one, (tp_rank, weights, shardings) in enumerate(found):
         for other_tp_rank, others, _ in found[:one]:
@@ -286,7 +286,7 @@ def one_process(fitted):
 
 @pytest.mark.parametrize("config", [TP2, SP2, PP2, DP2, TP2_PP2], ids=["tp2", "tp2+sp", "pp2", "dp2", "tp2+sp+pp2"])
 def test_the_loss_over_many_seeds_is_distributed_as_in_one_process(fitted, one_process, config):
-    found, *others = run_ranks(losses_of_seeds, ranks_of(config), fitted, config, timeout=200)
+    found, *others = run_ranks(losses_of_seeds, count_ranks(config), fitted, config, timeout=200)
     assert all(torch.equal(found, other) for other in others)
     assert errors_apart(found, one_process) < 4
     assert found.std().item() == pytest.approx(one_process.std().item(), rel=0.3)
@@ -312,7 +312,7 @@ def test_ranks_of_a_batch_end_on_one_state_and_replay(gpt2, config):
     def on_rank():
         return train(0), train(0), train(1)
 
-    found = run_ranks(on_rank, ranks_of(config))
+    found = run_ranks(on_rank, count_ranks(config))
     assert all(other == found[0] for other in found)
     first, again, another = found[0]
     assert first == again and first[0] != another[0] and first[1] != another[1]

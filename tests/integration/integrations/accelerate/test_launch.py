@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.documented import documented_commands
+from tests.helpers.documented import list_documented_commands
 
 ROOT = Path(__file__).parents[4]
 MAIN_LAUNCH = "accelerate launch --config_file examples/accelerate_tp2_cpu.yaml"
@@ -35,7 +35,7 @@ def launches():
     """Each documented launch, up to the script, once; but that of the main job."""
     seen = {}
     for start in ("accelerate launch ", "torchrun ", "python "):
-        for page, command in documented_commands(start):
+        for page, command in list_documented_commands(start):
             # The same launch of another script of that name is the same.
             launch = command.partition("train.py")[0].rpartition(" ")[0]
             if "train.py" in command and "-m hf_megatron" not in command and MAIN_LAUNCH not in command:

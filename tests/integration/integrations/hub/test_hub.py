@@ -19,7 +19,7 @@ from hf_megatron.checkpoint.tensor_chunks import TensorChunk
 from hf_megatron.cli import app
 from hf_megatron.cli import hub as commands
 from hf_megatron.core.io.checksums import hash_tensor
-from tests.helpers.documented import documented_commands
+from tests.helpers.documented import list_documented_commands
 from tests.helpers.hub_server import File, HubServer
 
 ROOT = Path(__file__).parents[4]
@@ -446,7 +446,7 @@ def test_documented_commands(environment, sharded, on_hub, tmp_path):
         "REPO": "tester/named",
         "me/run": "tester/run",
     }
-    found = [command for kind in ("push", "pull") for _, command in documented_commands(f"hf-megatron {kind} ")]
+    found = [command for kind in ("push", "pull") for _, command in list_documented_commands(f"hf-megatron {kind} ")]
     assert len(found) > 1
     for command in found:
         words = [str(places.get(word, word)) for word in command.split()[1:]]

@@ -21,7 +21,7 @@ from transformers import (
 
 from hf_megatron.core.fork_harness import run_ranks
 from hf_megatron.integrations.trainer import global_batches
-from tests.helpers.dp_training import ranks_of
+from tests.helpers.dp_training import count_ranks
 from tests.integration.integrations.trainer.test_padded_batches import COUNTS, layout
 
 
@@ -128,7 +128,7 @@ def compare(found, expected):
 def test_predictions_on_samples_of_unequal_length(gpt2, tmp_path, text, side, arguments):
     config = layout(text)
     [expected] = run_ranks(predict, 1, gpt2, tmp_path, side)
-    for found in run_ranks(predict, ranks_of(config), gpt2, tmp_path, side, config=config, **arguments):
+    for found in run_ranks(predict, count_ranks(config), gpt2, tmp_path, side, config=config, **arguments):
         compare(found, expected)
 
 
@@ -138,7 +138,7 @@ def test_predictions_on_a_stream_that_each_rank_reads(gpt2, tmp_path, text):
     [expected] = run_ranks(predict, 1, gpt2, tmp_path, "right", kind=Stream)
     # With tensor parallelism there is no other way.
     arguments = {"accelerator_config": {"dispatch_batches": False}} if text == "dp2" else {}
-    found = run_ranks(predict, ranks_of(config), gpt2, tmp_path, "right", config=config, kind=Stream, **arguments)
+    found = run_ranks(predict, count_ranks(config), gpt2, tmp_path, "right", config=config, kind=Stream, **arguments)
     for each in found:
         compare(each, expected)
 
@@ -214,7 +214,7 @@ def test_padding_that_is_counted(gpt2, tmp_path, text):
     """Of the last row of an epoch one rank has all, and others none."""
     config = layout(text)
     [expected] = run_ranks(count, 1, gpt2, tmp_path, Padding("left"))
-    for found in run_ranks(count, ranks_of(config), gpt2, tmp_path, Padding("left"), config=config):
+    for found in run_ranks(count, count_ranks(config), gpt2, tmp_path, Padding("left"), config=config):
         assert [tokens for _, tokens in found] == [tokens for _, tokens in expected]
         assert [loss for loss, _ in found] == pytest.approx([loss for loss, _ in expected], rel=2e-5)
 

@@ -8,7 +8,7 @@ from transformers import Trainer, TrainingArguments, default_data_collator
 from hf_megatron.checkpoint.gather_full import full_state_dict
 from hf_megatron.core.fork_harness import run_ranks
 from hf_megatron.parallelize import parallel_state
-from tests.helpers.references import in_one_process
+from tests.helpers.references import run_single_process
 from tests.parity.losses.test_losses import _CONFIGS, HEADS, _layout, batch
 
 
@@ -69,7 +69,7 @@ def train(family, head, output, layout, accepts_count=True, trainer_class=Traine
 
 
 def compare(family, head, folder, layout="dp2", **arguments):
-    log, weights = in_one_process(train, family, head, folder, None, **arguments)
+    log, weights = run_single_process(train, family, head, folder, None, **arguments)
     assert len(log) >= 5
     config = _layout(layout)
     found = run_ranks(

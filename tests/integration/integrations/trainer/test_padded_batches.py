@@ -26,7 +26,7 @@ from hf_megatron.core.fork_harness import run_ranks
 from hf_megatron.integrations.accelerate import batch_shards
 from hf_megatron.testing.check import parse_layouts
 from hf_megatron.testing.parity import ConfigUnderTest
-from tests.helpers.dp_training import ranks_of
+from tests.helpers.dp_training import count_ranks
 from tests.integration.integrations.trainer import test_resume, test_trainer
 from tests.integration.integrations.trainer.test_trainer import accuracy, rows
 
@@ -75,7 +75,7 @@ def layout(text):
 def test_losses_and_metrics_of_tokens(stories, tmp_path, text):
     config = layout(text)
     expected = tokens(stories, tmp_path)
-    for found in run_ranks(tokens, ranks_of(config), stories, tmp_path, config):
+    for found in run_ranks(tokens, count_ranks(config), stories, tmp_path, config):
         compare(found, expected)
 
 

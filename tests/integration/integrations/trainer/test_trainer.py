@@ -9,7 +9,7 @@ from hf_megatron import MegatronConfig
 from hf_megatron.checkpoint.gather_full import full_state_dict
 from hf_megatron.core.fork_harness import run_ranks
 from hf_megatron.parallelize import parallel_state
-from tests.helpers.references import trained_alone
+from tests.helpers.references import train_single_process
 
 TP2_SP = MegatronConfig(tp_size=2, sequence_parallel=True)
 
@@ -82,7 +82,7 @@ def train(
 def compare(stories, tmp_path, layout=TP2_SP, tolerance=2e-5, **kwargs):
     dp_size = layout.dp_size or 1
     one = kwargs | {"per_device_train_batch_size": 2 * dp_size, "per_device_eval_batch_size": 3 * dp_size}
-    expected = trained_alone(train, stories, **one)
+    expected = train_single_process(train, stories, **one)
     found = run_ranks(train, layout.tp_size * dp_size, stories, tmp_path, layout, timeout=200, **kwargs)
     assert len(expected[0]) >= 6
     for log, predictions, test_loss, _ in found:

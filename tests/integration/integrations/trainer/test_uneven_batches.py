@@ -13,7 +13,7 @@ from hf_megatron import UnsupportedError
 from hf_megatron.core.fork_harness import run_ranks
 from hf_megatron.integrations.trainer import padded_batches
 from hf_megatron.testing.check import parse_layouts
-from tests.helpers.references import trained_alone
+from tests.helpers.references import train_single_process
 from tests.integration.integrations.trl.test_base import DEFAULTS, UNEQUAL, full_reference, policy, preferences, texts
 from tests.integration.integrations.trl.test_losses import conversations, tokenizer, unpaired
 
@@ -44,7 +44,7 @@ def test_numbers_of_batches_that_are_read_ahead(stories, tmp_path, count, each):
             for entry in trainer.state.log_history
         ]
 
-    expected = trained_alone(train, stories)
+    expected = train_single_process(train, stories)
     assert {"entropy", "num_tokens", "mean_token_accuracy"} <= expected[0].keys()
     for log in run_ranks(train, 2, stories, tmp_path, DP2):
         assert len(log) == len(expected)
@@ -116,7 +116,7 @@ def test_evaluation_counts_no_row_twice(stories, tmp_path, trainer_class):
         trainer.args.per_device_eval_batch_size = 3
         return trainer.evaluate()["eval_first_loss"]
 
-    alone = trained_alone(evaluate, stories)
+    alone = train_single_process(evaluate, stories)
     assert run_ranks(evaluate, 2, stories, tmp_path, DP2) == [pytest.approx(alone, rel=2e-5)] * 2
 
 
@@ -136,7 +136,7 @@ def test_distillation_counts_no_target_of_padded_samples(stories, tmp_path, monk
         trainer.train()
         return [{name: entry[name] for name in ("loss", "grad_norm")} for entry in trainer.state.log_history[:-1]]
 
-    expected = [pytest.approx(entry, rel=2e-5) for entry in trained_alone(train, stories)]
+    expected = [pytest.approx(entry, rel=2e-5) for entry in train_single_process(train, stories)]
     for log in run_ranks(train, 2, stories, tmp_path, DP2):
         assert (log == expected) is not are_counted
 

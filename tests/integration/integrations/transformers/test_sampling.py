@@ -7,7 +7,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
 
 from hf_megatron.core.fork_harness import run_ranks
 from hf_megatron.models.verification_gate import ConfigUnderTest
-from tests.helpers.dp_training import ranks_of
+from tests.helpers.dp_training import count_ranks
 
 LAYOUTS = {
     "tp2": ConfigUnderTest(tp_size=2),
@@ -63,7 +63,7 @@ def one_process(stories):
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_tokens_of_one_process(stories, one_process, layout):
     assert not torch.equal(*one_process["plain"][:2])
-    for found in run_ranks(sample, ranks_of(LAYOUTS[layout]), stories, LAYOUTS[layout]):
+    for found in run_ranks(sample, count_ranks(LAYOUTS[layout]), stories, LAYOUTS[layout]):
         for way, expected in one_process.items():
             assert all(map(torch.equal, found[way], expected)), way
 

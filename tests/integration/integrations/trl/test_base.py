@@ -35,8 +35,8 @@ from hf_megatron.tensor_parallel import vocab_log_probs
 from hf_megatron.testing.check import parse_layouts
 from hf_megatron.testing.measure import Measurement, _full, _gradients
 from hf_megatron.testing.tolerances import gradient_errors
-from tests.helpers.dp_training import ranks_of
-from tests.helpers.references import trained_alone
+from tests.helpers.dp_training import count_ranks
+from tests.helpers.references import train_single_process
 from tests.helpers.shared_tiny_models import make_tiny_model
 from tests.integration.integrations.trainer.test_trainer import mean_loss
 
@@ -178,8 +178,10 @@ def train(
 
 def compare(stories, tmp_path, text, trainer_class, samples, tolerance=2e-5, absolute=1e-5, **kwargs):
     config = layout(text) if isinstance(text, str) else text
-    expected = trained_alone(train, stories, trainer_class, samples, **kwargs)
-    found = run_ranks(train, ranks_of(config), stories, tmp_path, config, trainer_class, samples, timeout=200, **kwargs)
+    expected = train_single_process(train, stories, trainer_class, samples, **kwargs)
+    found = run_ranks(
+        train, count_ranks(config), stories, tmp_path, config, trainer_class, samples, timeout=200, **kwargs
+    )
     assert len(expected[0]) >= 3
     for log, _, _ in found:
         assert log == found[0][0], "every rank logs the same"
@@ -345,7 +347,7 @@ def some_texts(rows, count, seed=0):
 def test_half_precision_and_checkpointing_as_trl_sets_them(stories, tmp_path):
     """Defaults: autocast to bf16 and gradient checkpointing."""
     options = {"bf16": True, "gradient_checkpointing": True, "max_steps": 2, "eval_strategy": "no"}
-    expected = trained_alone(train, stories, DPOTrainer, preferences, **options)
+    expected = train_single_process(train, stories, DPOTrainer, preferences, **options)
     for log, _, _ in run_ranks(train, 2, stories, tmp_path, layout("pp2"), DPOTrainer, preferences, **options):
         for entry, other in zip(log, expected[0], strict=True):
             assert entry["epoch"] == other["epoch"]
@@ -499,7 +501,7 @@ def measured(tiny_model, config, log_probs_of, sabotage=lambda: None):
 def worst_error(tiny_model, text, **kwargs):
     config = layout(text)
     [(expected, numbers)] = run_ranks(measured, 1, tiny_model, None, plain_log_probs)
-    found = run_ranks(measured, ranks_of(config), tiny_model, config, token_log_probs, **kwargs)
+    found = run_ranks(measured, count_ranks(config), tiny_model, config, token_log_probs, **kwargs)
     for measurement, log_probs in found:
         assert measurement.loss == found[0][0].loss and torch.equal(log_probs, found[0][1])
     errors = [error.value for error in gradient_errors(found[0][0], expected)]
@@ -564,7 +566,7 @@ def test_numbers_of_what_is_sampled(text, options):
     [(expected, log_probs, entropies)] = run_ranks(sampled, 1, source, None, statistics_of_warped_logits, options)
     assert (log_probs == -torch.inf).any() == ("top_k" in options or "top_p" in options)
     assert (log_probs[log_probs != 0] > -torch.inf).any()
-    ranks = run_ranks(sampled, ranks_of(config), source, config, token_statistics, options)
+    ranks = run_ranks(sampled, count_ranks(config), source, config, token_statistics, options)
     assert [error for error in gradient_errors(ranks[0][0], expected) if error.value > 1] == []
     for _, *numbers in ranks:
         torch.testing.assert_close(numbers[0], log_probs, rtol=1e-4, atol=1e-4)
@@ -658,7 +660,7 @@ def fused(tiny_model, config, chunk):
 def test_every_field_equals_trls_own(text):
     source = tiny_model("qwen3_moe")
     [(expected, reference)] = run_ranks(fused, 1, source, None, 1024)
-    for fields, measurement in run_ranks(fused, ranks_of(layout(text)), source, layout(text), 7):
+    for fields, measurement in run_ranks(fused, count_ranks(layout(text)), source, layout(text), 7):
         assert list(fields) == list(expected)
         for name, value in expected.items():
             torch.testing.assert_close(fields[name], value, rtol=1e-5, atol=1e-5)

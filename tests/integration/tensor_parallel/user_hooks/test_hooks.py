@@ -26,7 +26,7 @@ from hf_megatron.core.fork_harness import run_ranks
 from hf_megatron.tensor_parallel.user_hooks import tensor_layouts
 from hf_megatron.tensor_parallel.user_hooks.hooks import UserHooks
 from hf_megatron.tensor_parallel.user_hooks.tensor_layouts import Addends, Columns
-from tests.helpers.training import Runs, batch, layout, ranks_of, save_tiny
+from tests.helpers.training import PatternRuns, make_batch, parse_layout, ranks_of, save_tiny
 
 LAYOUTS = ["tp2", "tp2+sp"]
 LAYER = ("", "input_layernorm", "self_attn", "post_attention_layernorm", "mlp")
@@ -248,7 +248,7 @@ def path(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def runs(path):
-    return Runs(path, EQUAL)
+    return PatternRuns(path, EQUAL)
 
 
 @pytest.mark.parametrize("text", LAYOUTS)
@@ -298,7 +298,7 @@ def experts(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def expert_runs(experts):
-    return Runs(
+    return PatternRuns(
         experts, {loop_pattern.__name__: loop_pattern for loop_pattern in (experts_outputs, experts_statistics)}
     )
 
@@ -314,7 +314,7 @@ ELSEWHERE = (outputs_of_blocks, inputs_inside)
 
 @pytest.fixture(scope="module")
 def reference_runs(path):
-    return Runs(path, {loop_pattern.__name__: loop_pattern for loop_pattern in ELSEWHERE})
+    return PatternRuns(path, {loop_pattern.__name__: loop_pattern for loop_pattern in ELSEWHERE})
 
 
 @pytest.mark.parametrize("text", ["tp2+pp2", "tp2+sp+pp2", "tp2+dp2"])
@@ -359,9 +359,9 @@ def test_a_fault_is_seen(path, runs, fault, monkeypatch):
     text, loop_pattern = FAULTS[fault]
     expected = runs.of(None)
     fault(monkeypatch)
-    faulty = Runs(path, {loop_pattern: EQUAL[loop_pattern]})
+    faulty = PatternRuns(path, {loop_pattern: EQUAL[loop_pattern]})
     of = faulty.of
-    faulty.of = lambda layout: expected if layout is None else of(layout)
+    faulty.of = lambda parse_layout: expected if parse_layout is None else of(parse_layout)
     with pytest.raises(AssertionError):
         faulty.compare(text, loop_pattern)
 
@@ -481,11 +481,11 @@ def test_refused(path, what):
     change, text, match = REFUSED[what]
 
     def on_rank():
-        model = AutoModelForCausalLM.from_pretrained(path, megatron_config=layout(text)).train()
-        model(**batch(0)).loss.backward()
+        model = AutoModelForCausalLM.from_pretrained(path, megatron_config=parse_layout(text)).train()
+        model(**make_batch(0)).loss.backward()
         change(model)
         with pytest.raises(UnsupportedError, match=re.escape(match)):
-            model(**batch(0))
+            model(**make_batch(0))
 
     run_ranks(on_rank, 2)
 
@@ -514,15 +514,15 @@ def test_modules_called_outside_of_the_model(path, name, text):
             with pytest.raises(UnsupportedError, match="was called outside the model's forward"):
                 copy.deepcopy(model).model.layers[0].get_submodule(name)(x)
             # The model itself goes on.
-            return model(**batch(0)).loss.item(), None
-        loss = module(x).pow(2).mean() + model(**batch(0)).loss
+            return model(**make_batch(0)).loss.item(), None
+        loss = module(x).pow(2).mean() + model(**make_batch(0)).loss
         loss.backward()
         [(_, parameter), *_] = module.named_parameters()
         gradient = parameter.grad
         return loss.item(), (gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient).norm().item()
 
     expected = penalty()
-    for loss, norm in run_ranks(lambda: penalty(layout(text)), 2):
+    for loss, norm in run_ranks(lambda: penalty(parse_layout(text)), 2):
         if norm is not None:
             assert (loss, norm) == pytest.approx(expected, rel=1e-5)
 
@@ -534,13 +534,15 @@ def test_what_was_exchanged_before_loading_is_refused_unless_it_is_marked(path, 
         attribute = name.rpartition(".")[2]
         stock = getattr(owner, attribute)
         setattr(owner, attribute, lambda *args, **kwargs: stock(*args, **kwargs))
-        model = AutoModelForCausalLM.from_pretrained(path, megatron_config=layout("tp2")).train()
+        model = AutoModelForCausalLM.from_pretrained(path, megatron_config=parse_layout("tp2")).train()
         with pytest.raises(UnsupportedError, match=f"{name} was replaced"):
-            model(**batch(0))
+            model(**make_batch(0))
         setattr(owner, attribute, shard_safe(lambda *args, **kwargs: stock(*args, **kwargs)))
-        return AutoModelForCausalLM.from_pretrained(path, megatron_config=layout("tp2"))(**batch(0)).loss.item()
+        return AutoModelForCausalLM.from_pretrained(path, megatron_config=parse_layout("tp2"))(
+            **make_batch(0)
+        ).loss.item()
 
-    expected = AutoModelForCausalLM.from_pretrained(path)(**batch(0)).loss.item()
+    expected = AutoModelForCausalLM.from_pretrained(path)(**make_batch(0)).loss.item()
     assert run_ranks(on_rank, 2) == [pytest.approx(expected, rel=1e-5)] * 2
 
 
@@ -555,15 +557,15 @@ def test_what_was_exchanged_before_loading_is_refused_unless_it_is_marked(path, 
 )
 def test_refused_by_name(experts, text, name, match, register):
     def on_rank():
-        model = AutoModelForCausalLM.from_pretrained(experts, megatron_config=layout(text)).train()
+        model = AutoModelForCausalLM.from_pretrained(experts, megatron_config=parse_layout(text)).train()
         handle = getattr(model.model.layers[1].get_submodule(name), register)(lambda *_: None)
         if (name, register) != ("self_attn.k_proj", "register_forward_pre_hook"):
             with pytest.raises(UnsupportedError, match=f"hook of model.layers.1.{name} .*{match}"):
-                model(**batch(0))
+                model(**make_batch(0))
             handle.remove()
-        model(**batch(0)).loss.backward()
+        model(**make_batch(0)).loss.backward()
 
-    run_ranks(on_rank, ranks_of(layout(text)))
+    run_ranks(on_rank, ranks_of(parse_layout(text)))
 
 
 @pytest.mark.parametrize("text", LAYOUTS)
@@ -574,10 +576,10 @@ def test_what_is_recorded_has_gone_through_hooks_in_every_forward(experts, text)
         model = AutoModelForCausalLM.from_pretrained(experts, megatron_config=config).train()
         for layer in model.model.layers:
             layer.mlp.gate.register_forward_hook(lambda module, args, output: (output[0] * 1.5, *output[1:]))
-        return [model(**batch(0), output_router_logits=True).aux_loss.item() for _ in range(3)]
+        return [model(**make_batch(0), output_router_logits=True).aux_loss.item() for _ in range(3)]
 
     expected = pytest.approx(losses(), rel=1e-5)
-    assert run_ranks(lambda: losses(layout(text)), 2) == [expected] * 2
+    assert run_ranks(lambda: losses(parse_layout(text)), 2) == [expected] * 2
 
 
 def test_a_mark_holds_for_all_axes(path):
@@ -586,24 +588,24 @@ def test_a_mark_holds_for_all_axes(path):
         for layer in model.model.layers:
             layer.register_forward_hook(shard_safe(lambda module, args, output: output * 1.5))
             layer.mlp.register_forward_hook(shard_safe(lambda module, args, output: output.tanh()))
-        loss = model(**batch(0)).loss
+        loss = model(**make_batch(0)).loss
         loss.backward()
         return loss.item(), get_total_norm([p.grad for p in model.parameters()]).item()
 
     expected = pytest.approx(step(), rel=1e-5)
-    assert run_ranks(lambda: step(layout("tp2+cp2")), 4) == [expected] * 4
+    assert run_ranks(lambda: step(parse_layout("tp2+cp2")), 4) == [expected] * 4
 
 
 def test_gradients_by_what_a_hook_was_given_are_refused(path):
     def on_rank():
-        model = AutoModelForCausalLM.from_pretrained(path, megatron_config=layout("tp2+sp")).train()
+        model = AutoModelForCausalLM.from_pretrained(path, megatron_config=parse_layout("tp2+sp")).train()
         given = []
         handle = model.model.layers[1].register_forward_hook(lambda module, args, output: given.append(args[0]))
-        loss = model(**batch(0)).loss
+        loss = model(**make_batch(0)).loss
         with pytest.raises(UnsupportedError, match="Gradient with respect to an input that was passed to a hook"):
             torch.autograd.grad(loss, given)
         handle.remove()
-        model(**batch(0)).loss.backward()
+        model(**make_batch(0)).loss.backward()
 
     run_ranks(on_rank, 2)
 
@@ -621,14 +623,14 @@ def test_hooks_that_are_given_other_parts_are_refused(tmp_path, text, name, matc
     BloomForCausalLM(config).save_pretrained(tmp_path)
 
     def on_rank():
-        model = AutoModelForCausalLM.from_pretrained(tmp_path, megatron_config=layout(text)).train()
+        model = AutoModelForCausalLM.from_pretrained(tmp_path, megatron_config=parse_layout(text)).train()
         handle = model.get_submodule(name).register_forward_hook(lambda *_: None, with_kwargs=True)
         with pytest.raises(UnsupportedError, match=f"forward hook of {name} .*{match}"):
-            model(**batch(0))
+            model(**make_batch(0))
         handle.remove()
         # A mark says that the part will do.
         model.get_submodule(name).register_forward_hook(shard_safe(lambda *_: None), with_kwargs=True)
-        model(**batch(0)).loss.backward()
+        model(**make_batch(0)).loss.backward()
 
     run_ranks(on_rank, 2)
 
@@ -652,11 +654,11 @@ def copied(model):
 def test_losses(path, prepare, text):
     def loss(config=None):
         model = AutoModelForCausalLM.from_pretrained(path, megatron_config=config).train()
-        plain = model(**batch(0)).loss.item()
+        plain = model(**make_batch(0)).loss.item()
         model = prepare(model) or model
-        return plain, model(**batch(0)).loss.item(), model.eval()(**batch(0)).loss.item()
+        return plain, model(**make_batch(0)).loss.item(), model.eval()(**make_batch(0)).loss.item()
 
     expected = loss()
     assert expected[1] != pytest.approx(expected[0], rel=1e-4)
-    for found in run_ranks(lambda: loss(layout(text)), 2):
+    for found in run_ranks(lambda: loss(parse_layout(text)), 2):
         assert found == pytest.approx(expected, rel=1e-5)

@@ -13,7 +13,7 @@ from hf_megatron.conversion.dcp.store_writer import StoreWriter
 from hf_megatron.conversion.output_folder import Output
 from hf_megatron.core.fork_harness import run_ranks
 from hf_megatron.core.io.random_access_file import DataFile
-from tests.helpers.torch_stores import refused, save, some
+from tests.helpers.torch_stores import assert_rejected, save_store, make_tensor
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -30,27 +30,29 @@ def test_covers():
     )
     grid = [TensorChunk((row, column), (1, 1)) for row in range(200) for column in range(150)]
     check_cover("t", (200, 150), grid)
-    refused(lambda: check_cover("t", (200, 150), grid[1:]), "t:", "gaps")
-    refused(lambda: check_cover("t", (200, 150), [*grid, grid[7]]), "t:", "overlap")
-    refused(lambda: check_cover("t", (200, 150), [*grid[1:], grid[7]]), "overlap")
-    refused(lambda: check_cover("t", (4,), boxes(((0,), (3,)), ((2,), (1,)))), "overlap")
-    refused(lambda: check_cover("t", (4,), boxes(((1,), (4,)))), "exceeds")
-    refused(lambda: check_cover("t", (4,), boxes(((-1,), (5,)))), "exceeds")
+    assert_rejected(lambda: check_cover("t", (200, 150), grid[1:]), "t:", "gaps")
+    assert_rejected(lambda: check_cover("t", (200, 150), [*grid, grid[7]]), "t:", "overlap")
+    assert_rejected(lambda: check_cover("t", (200, 150), [*grid[1:], grid[7]]), "overlap")
+    assert_rejected(lambda: check_cover("t", (4,), boxes(((0,), (3,)), ((2,), (1,)))), "overlap")
+    assert_rejected(lambda: check_cover("t", (4,), boxes(((1,), (4,)))), "exceeds")
+    assert_rejected(lambda: check_cover("t", (4,), boxes(((-1,), (5,)))), "exceeds")
     # Many that all overlap are not compared pair by pair.
-    refused(lambda: check_cover("t", (40_000, 2), [TensorChunk((at, 0), (20_000, 1)) for at in range(4)]), "overlap")
+    assert_rejected(
+        lambda: check_cover("t", (40_000, 2), [TensorChunk((at, 0), (20_000, 1)) for at in range(4)]), "overlap"
+    )
     many = [TensorChunk((at,), (10_000,)) for at in range(10_000)]
-    refused(lambda: check_cover("t", (100_000_000,), many), "overlap")
+    assert_rejected(lambda: check_cover("t", (100_000_000,), many), "overlap")
 
 
 STATE = {
-    "a.weight": some((6, 8), seed=1),
-    "deep": {"b": some((3,), torch.bfloat16), "step": torch.tensor(3.0)},
+    "a.weight": make_tensor((6, 8), seed=1),
+    "deep": {"b": make_tensor((3,), torch.bfloat16), "step": torch.tensor(3.0)},
     "lr": 1e-3,
 }
 
 
 def test_plain_stores(tmp_path):
-    store = StoreReader(save(tmp_path / "s", STATE, thread_count=2))
+    store = StoreReader(save_store(tmp_path / "s", STATE, thread_count=2))
     assert {name: (entry.shape, entry.dtype) for name, entry in store.entries.items()} == {
         "a.weight": ((6, 8), torch.float32),
         "deep.b": ((3,), torch.bfloat16),
@@ -61,37 +63,37 @@ def test_plain_stores(tmp_path):
     assert store.read_box("a.weight", (2, 3), (0, 4)).shape == (0, 4)
     assert (store.read("deep.step").item(), store.objects, store.read_object("lr")) == (3.0, {"lr"}, 1e-3)
     assert store.paths["deep.b"] == ("deep", "b")
-    refused(lambda: store.read_box("a.weight", (2, 3), (5, 4)), "a.weight", "exceeds")
+    assert_rejected(lambda: store.read_box("a.weight", (2, 3), (5, 4)), "a.weight", "exceeds")
 
 
 def _save_sharded(folder: str) -> None:
     mesh = init_device_mesh("cpu", (4,))
     state = {
-        "rows": distribute_tensor(some((10, 6)), mesh, [Shard(0)]),
-        "columns": distribute_tensor(some((6, 10)), mesh, [Shard(1)]),
-        "few": distribute_tensor(some((2, 3)), mesh, [Shard(0)]),
+        "rows": distribute_tensor(make_tensor((10, 6)), mesh, [Shard(0)]),
+        "columns": distribute_tensor(make_tensor((6, 10)), mesh, [Shard(1)]),
+        "few": distribute_tensor(make_tensor((2, 3)), mesh, [Shard(0)]),
     }
     dcp.save(state, checkpoint_id=folder)
     square = init_device_mesh("cpu", (2, 2))
-    dcp.save({"both": distribute_tensor(some((7, 9)), square, [Shard(0), Shard(1)])}, checkpoint_id=folder + "2")
+    dcp.save({"both": distribute_tensor(make_tensor((7, 9)), square, [Shard(0), Shard(1)])}, checkpoint_id=folder + "2")
 
 
 def test_stores_of_several_ranks(tmp_path):
     run_ranks(_save_sharded, 4, str(tmp_path / "s"))
     store, other = StoreReader(tmp_path / "s"), StoreReader(tmp_path / "s2")
     for name, shape in (("rows", (10, 6)), ("columns", (6, 10)), ("few", (2, 3))):
-        unsharded = some(shape)
+        unsharded = make_tensor(shape)
         assert torch.equal(store.read(name), unsharded)
         for row in range(shape[0]):
             box = store.read_box(name, (row, 1), (shape[0] - row, shape[1] - 2))
             assert torch.equal(box, unsharded[row:, 1:-1])
-    assert torch.equal(other.read("both"), some((7, 9)))
-    assert torch.equal(other.read_box("both", (2, 3), (4, 4)), some((7, 9))[2:6, 3:7])
+    assert torch.equal(other.read("both"), make_tensor((7, 9)))
+    assert torch.equal(other.read_box("both", (2, 3), (4, 4)), make_tensor((7, 9))[2:6, 3:7])
 
 
 def test_one_layer_of_a_stacked_tensor_is_read_alone(tmp_path, monkeypatch):
-    stacked = some((16, 64, 96))
-    store = StoreReader(save(tmp_path / "s", {"layers": stacked}))
+    stacked = make_tensor((16, 64, 96))
+    store = StoreReader(save_store(tmp_path / "s", {"layers": stacked}))
     counts: list[int] = []
     read_into = DataFile.read_into
 
@@ -116,7 +118,7 @@ def test_one_layer_of_a_stacked_tensor_is_read_alone(tmp_path, monkeypatch):
 
 
 def test_written_stores(tmp_path):
-    weight, vector = some((3, 8, 6)), some((5,), torch.bfloat16)
+    weight, vector = make_tensor((3, 8, 6)), make_tensor((5,), torch.bfloat16)
     with Output(tmp_path / "s") as output:
         store = StoreWriter(output, "inner/", file_size=1000)
         for layer in (2, 0, 1):
@@ -155,6 +157,6 @@ def test_a_store_is_not_finished_with_gaps(tmp_path):
                 store.write_chunk("w", (3, 2), (offset, 0), torch.zeros(1, 2))
             store.finish()
 
-    refused(lambda: write(0, 1), "w:", "gaps")
-    refused(lambda: write(0, 1, 1, 2), "w at offset [1, 0] was written twice")
+    assert_rejected(lambda: write(0, 1), "w:", "gaps")
+    assert_rejected(lambda: write(0, 1, 1, 2), "w at offset [1, 0] was written twice")
     assert not list(tmp_path.iterdir())

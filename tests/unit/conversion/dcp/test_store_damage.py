@@ -11,7 +11,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 
 from hf_megatron import CheckpointError
 from hf_megatron.conversion.dcp.store_reader import StoreReader
-from tests.helpers.torch_stores import refused, save, some
+from tests.helpers.torch_stores import assert_rejected, save_store, make_tensor
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 @pytest.fixture
 def damaged(tmp_path):
     """Rewrites the metadata of a small store, and says how it is refused."""
-    folder = save(tmp_path / "store", {"w": some((4, 6)), "v": some((3,))})
+    folder = save_store(tmp_path / "store", {"w": make_tensor((4, 6)), "v": make_tensor((3,))})
 
     def change(edit, *needles):
         path = folder / ".metadata"
@@ -27,7 +27,9 @@ def damaged(tmp_path):
         metadata = pickle.loads(before)
         edit(metadata)
         path.write_bytes(pickle.dumps(metadata))
-        refused(lambda: [store.read(name) for store in [StoreReader(folder)] for name in store.entries], *needles)
+        assert_rejected(
+            lambda: [store.read(name) for store in [StoreReader(folder)] for name in store.entries], *needles
+        )
         path.write_bytes(before)
 
     change.folder = folder
@@ -61,18 +63,18 @@ def test_places_outside_of_the_folder(damaged, tmp_path):
     metadata = pickle.loads(path.read_bytes())
     to("inside.distcp")(metadata)
     path.write_bytes(pickle.dumps(metadata))
-    assert torch.equal(StoreReader(folder).read("w"), some((4, 6)))
+    assert torch.equal(StoreReader(folder).read("w"), make_tensor((4, 6)))
 
 
 def test_the_cache_of_the_hub_is_made_of_links(tmp_path):
-    source = save(tmp_path / "store", {"w": some((4, 6))})
+    source = save_store(tmp_path / "store", {"w": make_tensor((4, 6))})
     blobs, snapshot = tmp_path / "models--x--y" / "blobs", tmp_path / "models--x--y" / "snapshots" / "abc" / "dcp"
     blobs.mkdir(parents=True)
     snapshot.mkdir(parents=True)
     for number, file in enumerate(source.iterdir()):
         shutil.copy(file, blobs / str(number))
         (snapshot / file.name).symlink_to(f"../../../blobs/{number}")
-    assert torch.equal(StoreReader(snapshot).read("w"), some((4, 6)))
+    assert torch.equal(StoreReader(snapshot).read("w"), make_tensor((4, 6)))
 
 
 def test_places_beyond_a_file_and_chunks_that_do_not_fit(damaged):
@@ -134,36 +136,36 @@ def test_bombs_and_cut_files(damaged, tmp_path):
         metadata = pickle.loads(before)
         metadata.__dict__[where] = Bomb()
         path.write_bytes(pickle.dumps(metadata))
-        refused(lambda: StoreReader(folder), str(path), "system")
+        assert_rejected(lambda: StoreReader(folder), str(path), "system")
         path.write_bytes(before)
     for end in (0, 10, len(before) // 2, len(before) - 1):
         path.write_bytes(before[:end])
-        refused(lambda: StoreReader(folder), str(path))
+        assert_rejected(lambda: StoreReader(folder), str(path))
     path.write_bytes(before)
     data = folder / "__0_0.distcp"
     content = data.read_bytes()
     data.write_bytes(content[: len(content) // 2])
-    refused(lambda: StoreReader(folder), str(data))
+    assert_rejected(lambda: StoreReader(folder), str(data))
     place = pickle.loads(before).storage_data[MetadataIndex("w", (0, 0))]
     for position in range(place.offset, place.offset + 30):
         changed = bytearray(content)
         changed[position] ^= 0x10
         data.write_bytes(changed)
         try:
-            assert torch.equal(StoreReader(folder).read("w"), some((4, 6)))
+            assert torch.equal(StoreReader(folder).read("w"), make_tensor((4, 6)))
         except CheckpointError as error:
             assert str(data) in str(error)
     with zipfile.ZipFile(tmp_path / "z.zip", "w") as archive:
         archive.writestr("archive/data.pkl", pickle.dumps(Bomb(), 2))
     bomb = (tmp_path / "z.zip").read_bytes()
     data.write_bytes(content[: place.offset] + bomb.ljust(place.length, b"\0") + content[place.offset + place.length :])
-    refused(lambda: StoreReader(folder).read("w"), str(data))
+    assert_rejected(lambda: StoreReader(folder).read("w"), str(data))
     assert not canary.exists()
 
 
 def test_properties_of_older_files(tmp_path):
     """They keep a table of attributes where newer ones have a tuple."""
-    folder = save(tmp_path / "s", {"w": some((4, 6))})
+    folder = save_store(tmp_path / "s", {"w": make_tensor((4, 6))})
     path = folder / ".metadata"
     metadata = pickle.loads(path.read_bytes())
 
@@ -176,13 +178,15 @@ def test_properties_of_older_files(tmp_path):
     # Without the class's own way of setting its state the file cannot be read by torch, but it is what such files have.
     with open(path, "wb") as file:
         Pickler(file).dump(metadata)
-    assert torch.equal(StoreReader(folder).read("w"), some((4, 6)))
+    assert torch.equal(StoreReader(folder).read("w"), make_tensor((4, 6)))
 
 
 def test_more_tensors_than_any_model_has(tmp_path):
     """Each was looked at, which took half a minute."""
     most = 1000
     folder = tmp_path / "store"
-    save(folder, {f"t{number}": torch.zeros(()) for number in range(most + 1)})
+    save_store(folder, {f"t{number}": torch.zeros(()) for number in range(most + 1)})
     assert len(StoreReader(folder).entries) == len(StoreReader(folder, most + 1).entries) == most + 1
-    refused(lambda: StoreReader(folder, most), str(folder / ".metadata"), "is rejected", "more than 1000 tensors")
+    assert_rejected(
+        lambda: StoreReader(folder, most), str(folder / ".metadata"), "is rejected", "more than 1000 tensors"
+    )

@@ -12,7 +12,7 @@ from hf_megatron.conversion.families import get_family
 from hf_megatron.conversion.families.positions import unstored_positions
 from hf_megatron.conversion.megatron.arguments import NEUTRAL, OTHER_NAMES, check_arguments
 from hf_megatron.conversion.write import get_format_notes
-from tests.helpers.tiny_models import FAMILIES, config_of
+from tests.helpers.tiny_models import FAMILIES, make_config
 
 LLAMA3 = {
     "rope_type": "llama3",
@@ -104,7 +104,7 @@ ELSEWHERE = re.compile(
 
 
 def meaning(case: str) -> dict:
-    config = config_of(case)
+    config = make_config(case)
     return get_family(config).meaning(config)
 
 
@@ -121,7 +121,7 @@ def test_every_row_is_refused_somewhere():
 
 @pytest.mark.parametrize("case", FAMILIES)
 def test_what_a_family_stores_is_what_it_means(case):
-    config = config_of(case)
+    config = make_config(case)
     stored, means = get_family(config).arguments(config), meaning(case)
     check_arguments(stored, means, "here")
     # What Megatron-LM stores of arguments that nobody gave.
@@ -207,5 +207,5 @@ def test_defaults_of_megatron_core_are_refused_nowhere(case):
     fields = fields_of_megatron_core()
     defaults = {name: value.value for name, value in fields.items() if isinstance(value, ast.Constant)}
     assert len(defaults) > 80 and NEUTRAL.keys() & defaults.keys()
-    config = config_of(case)
+    config = make_config(case)
     check_arguments(defaults | get_family(config).arguments(config), meaning(case), "here")

@@ -23,14 +23,14 @@ from hf_megatron.conversion.megatron.rules import (
     Reshaped,
 )
 from hf_megatron.conversion.megatron.splits import RankSplit, tensor_parallel_split
-from tests.helpers.tiny_models import FAMILIES, MULTIMODAL, config_of, tiny_model
+from tests.helpers.tiny_models import FAMILIES, MULTIMODAL, make_config, build_tiny_model
 
 TABLE = json.loads((Path(__file__).parents[3] / "data" / "megatron_bridge_names.json").read_text())["families"]
 
 
 def list_rules(case: str, padded: int = 256) -> list:
-    config = config_of(case)
-    return list(get_family(config).rules(config, padded, names=Architecture(tiny_model(case)).names))
+    config = make_config(case)
+    return list(get_family(config).rules(config, padded, names=Architecture(build_tiny_model(case)).names))
 
 
 def test_every_family_has_a_tiny_model():
@@ -39,7 +39,7 @@ def test_every_family_has_a_tiny_model():
 
 @pytest.mark.parametrize("case", {**FAMILIES, **MULTIMODAL})
 def test_every_tensor_has_one_rule(case):
-    rules, architecture = list_rules(case), Architecture(tiny_model(case))
+    rules, architecture = list_rules(case), Architecture(build_tiny_model(case))
     names = [name for rule in rules for name in rule.transformers]
     assert sorted(names) == sorted(architecture.names)
     megatron = [name for rule in rules for name in rule.megatron]
@@ -52,7 +52,7 @@ def test_every_tensor_has_one_rule(case):
 
 @pytest.mark.parametrize("case", {**FAMILIES, **MULTIMODAL})
 def test_rules_are_reversible_and_keep_their_shapes_on_meta(case):
-    state = tiny_model(case).state_dict()
+    state = build_tiny_model(case).state_dict()
     for rule in list_rules(case):
         tensors = [state[name] for name in rule.transformers]
         there = rule.operation.to_megatron(tensors)
@@ -65,7 +65,7 @@ def test_rules_are_reversible_and_keep_their_shapes_on_meta(case):
 @pytest.mark.parametrize("case", {**FAMILIES, **MULTIMODAL})
 def test_a_swapped_pair_would_be_seen(case):
     """No two tensors of a twin that have the same shape are equal: the comparisons of conversions can fail."""
-    tensors = list(tiny_model(case).state_dict().items())
+    tensors = list(build_tiny_model(case).state_dict().items())
     seen: dict[tuple, list] = {}
     for name, tensor in tensors:
         for other_name, other in seen.get(tuple(tensor.shape), []):
@@ -116,7 +116,7 @@ def numberless(name: str) -> str:
 
 def expected_tensors(case: str, state: dict) -> dict[str, tuple]:
     """The table's tensors, with those that it names by `**`."""
-    config = config_of(case)
+    config = make_config(case)
     sizes, expected = sizes_of(config), {}
     for name, entry in TABLE[config.model_type]["tensors"].items():
         sources = entry["transformers"]
@@ -136,9 +136,9 @@ def expected_tensors(case: str, state: dict) -> dict[str, tuple]:
 
 @pytest.mark.parametrize("case", ["gemma2", "gemma3", "olmo2", "nemotron_h_latent", *MULTIMODAL])
 def test_names_and_shapes_are_those_of_megatron_bridge(case):
-    state = tiny_model(case).state_dict()
+    state = build_tiny_model(case).state_dict()
     found: dict[str, tuple] = {}
-    for rule in list_rules(case, padded=config_of(case).get_text_config().vocab_size):
+    for rule in list_rules(case, padded=make_config(case).get_text_config().vocab_size):
         made = rule.operation.to_megatron([state[name] for name in rule.transformers])
         for name, tensor in zip(rule.megatron, made, strict=True):
             key, names = numberless(name), [numberless(other) for other in rule.transformers]
@@ -150,7 +150,7 @@ def test_names_and_shapes_are_those_of_megatron_bridge(case):
 def test_the_table_has_every_letter_and_no_wildcard_that_matches_nothing():
     """A table that says less would compare less."""
     for case in MULTIMODAL:
-        state, config = tiny_model(case).state_dict(), config_of(case)
+        state, config = build_tiny_model(case).state_dict(), make_config(case)
         for name, entry in TABLE[config.model_type]["tensors"].items():
             if name.endswith("**"):
                 assert any(own.startswith(entry["transformers"][0].removesuffix("**")) for own in state), name

@@ -17,7 +17,7 @@ from hf_megatron.conversion.torch_files.torch_save import LARGEST_PICKLE, Stored
 from hf_megatron.conversion.torch_files.weight_file import read_saved
 from hf_megatron.core.io.checksums import NewFile
 from hf_megatron.core.io.random_access_file import DataFile
-from tests.helpers.torch_stores import refused, some
+from tests.helpers.torch_stores import assert_rejected, make_tensor
 
 DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16]
 DTYPES += [torch.int8, torch.uint8, torch.bool]
@@ -25,8 +25,8 @@ DTYPES += [torch.int8, torch.uint8, torch.bool]
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_blobs_are_those_of_torch_save(tmp_path, dtype):
-    tensors = [some(shape, dtype) for shape in ((), (0,), (5,), (3, 4), (2, 3, 4, 5), (0, 7))]
-    tensors += [some((4, 6), dtype).t(), some((8, 4), dtype)[2:5, 1:3]]
+    tensors = [make_tensor(shape, dtype) for shape in ((), (0,), (5,), (3, 4), (2, 3, 4, 5), (0, 7))]
+    tensors += [make_tensor((4, 6), dtype).t(), make_tensor((8, 4), dtype)[2:5, 1:3]]
     file = NewFile(tmp_path / "blobs")
     file.write(b"before")
     places = [write_tensor(file, tensor) for tensor in tensors] + [write_object(file, [None])]
@@ -46,7 +46,7 @@ def test_blobs_are_those_of_torch_save(tmp_path, dtype):
 
 
 def test_boxes_of_any_view(tmp_path):
-    base = some((6, 8, 10))
+    base = make_tensor((6, 8, 10))
     views = [
         base,
         base.transpose(0, 2),
@@ -82,7 +82,7 @@ def test_what_megatron_saves_with_tensors(tmp_path):
 
 
 def test_float8_is_read(tmp_path):
-    tensor = some((4, 4)).to(torch.float8_e4m3fn)
+    tensor = make_tensor((4, 4)).to(torch.float8_e4m3fn)
     torch.save(tensor, tmp_path / "t")
     with DataFile(tmp_path / "t") as file:
         blob = Blob(file)
@@ -104,18 +104,18 @@ def read_blob(path: Path) -> torch.Tensor:
 
 def test_hostile_blobs(tmp_path):
     good, bad, canary = tmp_path / "good", tmp_path / "bad", tmp_path / "canary"
-    torch.save(some((4, 4)), good)
+    torch.save(make_tensor((4, 4)), good)
 
     class Bomb:
         def __reduce__(self):
             return os.system, (f"touch {canary}",)
 
     rezip(good, bad, data_pkl=pickle.dumps(Bomb(), 2))
-    refused(lambda: read_blob(bad), str(bad), "system")
+    assert_rejected(lambda: read_blob(bad), str(bad), "system")
     rezip(good, bad, zipfile.ZIP_DEFLATED)
-    refused(lambda: read_blob(bad), str(bad), "compressed")
+    assert_rejected(lambda: read_blob(bad), str(bad), "compressed")
     rezip(good, bad, byteorder=b"big")
-    refused(lambda: read_blob(bad), "byte order")
+    assert_rejected(lambda: read_blob(bad), "byte order")
     with zipfile.ZipFile(good) as archive:
         pickled = archive.read("good/data.pkl") if "good/data.pkl" in archive.namelist() else None
         pickled = pickled or archive.read(next(name for name in archive.namelist() if name.endswith("data.pkl")))
@@ -123,7 +123,7 @@ def test_hostile_blobs(tmp_path):
     assert pickled.count(sixteen) == 1
     # A storage, a shape and strides that claim more than there is.
     rezip(good, bad, data_pkl=pickled.replace(sixteen, b"J\xff\xff\xff\x7f"))
-    refused(lambda: read_blob(bad), str(bad), "64 bytes")
+    assert_rejected(lambda: read_blob(bad), str(bad), "64 bytes")
     for shape in (
         b"K\x04K\x05\x86",
         b"J\xff\xff\xff\x7fJ\xff\xff\xff\x7f\x86",
@@ -131,7 +131,7 @@ def test_hostile_blobs(tmp_path):
         b"NK\x04\x86",
     ):
         rezip(good, bad, data_pkl=pickled.replace(four, shape, 1))
-        refused(lambda: read_blob(bad), str(bad), "damaged")
+        assert_rejected(lambda: read_blob(bad), str(bad), "damaged")
     rezip(good, bad, data_pkl=pickled.replace(b"K\x04K\x01\x86", b"K\x00K\x00\x86"))
     assert read_blob(bad).shape == (4, 4)
     # A shape of which every entry is the same one is not worth the memory it claims.
@@ -139,11 +139,11 @@ def test_hostile_blobs(tmp_path):
         b"K\x04K\x01\x86", b"K\x00K\x00\x86"
     )
     rezip(good, bad, data_pkl=huge)
-    refused(lambda: read_blob(bad), "expanded view")
+    assert_rejected(lambda: read_blob(bad), "expanded view")
     data = good.read_bytes()
     for end in range(0, len(data), 7):
         bad.write_bytes(data[:end])
-        refused(lambda: read_blob(bad), str(bad))
+        assert_rejected(lambda: read_blob(bad), str(bad))
     # The directory leads elsewhere: a wrong size, a wrong place.
     start = data.index(b"PK\1\2")
     for field in (24, 42):
@@ -156,10 +156,10 @@ def test_hostile_blobs(tmp_path):
             )
             struct.pack_into("<I", changed, entry + field, value)
             bad.write_bytes(changed)
-            refused(lambda: read_blob(bad), str(bad))
+            assert_rejected(lambda: read_blob(bad), str(bad))
     bad.unlink()
     os.mkfifo(bad)
-    refused(lambda: read_blob(bad), "not a regular file")
+    assert_rejected(lambda: read_blob(bad), "not a regular file")
     assert not canary.exists()
 
 
@@ -189,15 +189,15 @@ def test_records_that_together_are_larger_than_their_file(tmp_path):
     first, second = (struct.unpack_from("<I", content, places[name] + 42)[0] for name in ("data/0", "data/1"))
     long = struct.pack("<II", second - first + 64, second - first + 64)
     patched(good, bad, {places["data/0"] + 20: long})
-    refused(lambda: read_saved(bad), str(bad), "overlaps another one")
+    assert_rejected(lambda: read_saved(bad), str(bad), "overlaps another one")
     patched(good, bad, {places["data/0"] + 42: struct.pack("<I", second)})
-    refused(lambda: read_saved(bad), str(bad), "overlaps another one")
+    assert_rejected(lambda: read_saved(bad), str(bad), "overlaps another one")
 
 
 def test_tensors_that_say_they_are_larger_than_memory(tmp_path):
     """Memory was taken for what the pickle says, before the record was looked at."""
     good, bad = tmp_path / "good", tmp_path / "bad"
-    torch.save(some((4, 4)), good)
+    torch.save(make_tensor((4, 4)), good)
     with zipfile.ZipFile(good) as archive:
         pickled = archive.read(next(name for name in archive.namelist() if name.endswith("data.pkl")))
     for length in (1 << 24, 1 << 50, 1 << 4000):
@@ -206,7 +206,7 @@ def test_tensors_that_say_they_are_larger_than_memory(tmp_path):
         )
         claimed = pickled.replace(b"K\x10", number).replace(b"K\x04K\x04\x86", rows + b"K\x04\x86", 1)
         rezip(good, bad, data_pkl=claimed)
-        refused(lambda: read_blob(bad), str(bad), "a storage has 64 bytes, expected")
+        assert_rejected(lambda: read_blob(bad), str(bad), "a storage has 64 bytes, expected")
 
 
 def test_compressed_records_are_not_unpacked(tmp_path):
@@ -215,7 +215,7 @@ def test_compressed_records_are_not_unpacked(tmp_path):
         for name, content in (("data.pkl", bytes(LARGEST_PICKLE + 1)), ("version", b"3\n")):
             archive.writestr(f"archive/{name}", content)
     assert bad.stat().st_size < 1 << 20
-    refused(lambda: read_saved(bad), str(bad), "compressed")
+    assert_rejected(lambda: read_saved(bad), str(bad), "compressed")
 
 
 def test_directories_of_more_records_than_any_model_has(tmp_path, monkeypatch):
@@ -223,7 +223,7 @@ def test_directories_of_more_records_than_any_model_has(tmp_path, monkeypatch):
     torch.save([torch.zeros(1) for _ in range(30)], good)
     assert len(read_saved(good)) == 30
     monkeypatch.setattr(blob_module, "MOST_TENSORS", 20)
-    refused(lambda: read_saved(good), str(good), "its directory has")
+    assert_rejected(lambda: read_saved(good), str(good), "its directory has")
 
 
 def test_records_with_another_checksum(tmp_path):
@@ -232,7 +232,7 @@ def test_records_with_another_checksum(tmp_path):
     torch.save({"first": torch.zeros(3), "second": torch.ones(3)}, good)
     place = good.read_bytes().index(b"first")
     patched(good, bad, {place: b"f1rst"})
-    refused(lambda: read_saved(bad), str(bad), "data.pkl does not match its checksum")
+    assert_rejected(lambda: read_saved(bad), str(bad), "data.pkl does not match its checksum")
     torch.serialization.set_crc32_options(False)
     try:
         torch.save({"first": torch.zeros(3)}, good)
@@ -244,22 +244,22 @@ def test_records_with_another_checksum(tmp_path):
 
 def test_one_of_several_parts(tmp_path):
     good, bad = tmp_path / "good", tmp_path / "bad"
-    torch.save(some((4, 4)), good)
+    torch.save(make_tensor((4, 4)), good)
     for place in (4, 6):
         patched(good, bad, {good.stat().st_size - 22 + place: b"\1"})
-        refused(lambda: read_saved(bad), str(bad), "is a fragment of a split archive")
+        assert_rejected(lambda: read_saved(bad), str(bad), "is a fragment of a split archive")
     # The last entry's name, longer than its directory.
     patched(good, bad, {max(entries(good).values()) + 28: b"\xff"})
-    refused(lambda: read_saved(bad), str(bad), "does not end after its last entry")
+    assert_rejected(lambda: read_saved(bad), str(bad), "does not end after its last entry")
     # What the directory says of a single record: where it lies, its flags and its disk.
     place = entries(good)["version"]
     patched(good, bad, {place + 45: b"\x40"})
-    refused(lambda: read_saved(bad), str(bad), "version is outside the archive")
+    assert_rejected(lambda: read_saved(bad), str(bad), "version is outside the archive")
     patched(good, bad, {place + 46: b"A"})
-    refused(lambda: read_saved(bad), str(bad), "is outside the archive")
+    assert_rejected(lambda: read_saved(bad), str(bad), "is outside the archive")
     for place, value in ((8, b"\1"), (9, b"\x20"), (34, b"\1")):
         patched(good, bad, {entries(good)["data/0"] + place: value})
-        refused(lambda: read_saved(bad), str(bad), "data/0 is encrypted or stored in another file")
+        assert_rejected(lambda: read_saved(bad), str(bad), "data/0 is encrypted or stored in another file")
 
 
 def test_several_in_sequence(tmp_path):
@@ -271,4 +271,4 @@ def test_several_in_sequence(tmp_path):
         made.append(buffer.getvalue())
     bad = tmp_path / "both"
     bad.write_bytes(b"".join(made))
-    refused(lambda: read_saved(bad), str(bad), "it is several concatenated")
+    assert_rejected(lambda: read_saved(bad), str(bad), "it is several concatenated")
