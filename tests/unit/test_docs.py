@@ -31,27 +31,27 @@ def _resolves(name: str) -> bool:
     parts = name.split(".")
     for end in range(len(parts), 0, -1):
         try:
-            found = importlib.import_module(".".join(parts[:end]))
+            value = importlib.import_module(".".join(parts[:end]))
         except ModuleNotFoundError:
             continue
         for attribute in parts[end:]:
-            if not hasattr(found, attribute):
+            if not hasattr(value, attribute):
                 return False
-            found = getattr(found, attribute)
+            value = getattr(value, attribute)
         return True
     return False
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_files_that_a_page_names_exist(page):
+def test_cited_files_exist(page):
     text = (ROOT / page).read_text(encoding="utf-8")
     # A name without a folder may be a script of another project.
-    named = set(re.findall(r"`((?:[a-z_0-9]+/)+[a-z_0-9]+\.py)`", text))
-    assert not {name for name in named if not _exists(name) and not _CITED.search(name)}
+    file_names = set(re.findall(r"`((?:[a-z_0-9]+/)+[a-z_0-9]+\.py)`", text))
+    assert not {name for name in file_names if not _exists(name) and not _CITED.search(name)}
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_dotted_names_of_the_library_resolve(page):
+def test_dotted_library_names_resolve(page):
     text = (ROOT / page).read_text(encoding="utf-8")
-    named = set(re.findall(r"`(hf_megatron(?:\.[A-Za-z_][A-Za-z_0-9]*)+)", text))
-    assert not {name for name in named if not _resolves(name)}
+    dotted_names = set(re.findall(r"`(hf_megatron(?:\.[A-Za-z_][A-Za-z_0-9]*)+)", text))
+    assert not {name for name in dotted_names if not _resolves(name)}

@@ -5,7 +5,7 @@ import ast
 from tests.structure import ORDER, circles, files, public_names, room, upward_arrows
 
 
-def test_every_room_has_its_floor():
+def test_every_package_has_a_layer():
     rooms = [name for names in ORDER for name in names]
     assert len(rooms) == len(set(rooms))
     assert {room(module) for module in files()} == set(rooms)
@@ -15,12 +15,12 @@ def test_imports_point_downwards():
     assert upward_arrows() == []
 
 
-def test_no_files_import_each_other():
+def test_no_circular_imports():
     assert circles() == []
 
 
 # Names that stand in several files because they mean the same there.
-FACES = {
+SHARED_NAMES = {
     "place": "the face of an axis",
     "install": "the face of an axis",
     "init": "replaces an `__init__`",
@@ -37,16 +37,18 @@ FACES = {
 
 
 def test_a_public_name_has_one_meaning():
-    shared = {name: places for name, places in public_names().items() if len(places) > 1}
-    assert shared.keys() == FACES.keys(), {name: shared.get(name) for name in shared.keys() ^ FACES.keys()}
+    shared = {name: modules for name, modules in public_names().items() if len(modules) > 1}
+    assert shared.keys() == SHARED_NAMES.keys(), {
+        name: shared.get(name) for name in shared.keys() ^ SHARED_NAMES.keys()
+    }
 
 
 # First words of a docstring that say what something is, not what it does.
 NOUNS = {"What", "Where", "Whether", "How", "Which", "The", "A", "An", "This", "All", "Every", "Those"}
 
 
-def test_docstrings_of_functions_begin_with_a_verb():
-    found = []
+def test_function_docstrings_begin_with_a_verb():
+    violations = []
     for module, path in files().items():
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             text = ast.get_docstring(node) if isinstance(node, ast.FunctionDef) else None
@@ -54,5 +56,5 @@ def test_docstrings_of_functions_begin_with_a_verb():
                 "property" in ast.unparse(d) for d in node.decorator_list
             )
             if text and not is_property and (text.split()[0] in NOUNS or text.startswith("`")):
-                found.append(f"{module}.{node.name}: {text.splitlines()[0]}")
-    assert found == []
+                violations.append(f"{module}.{node.name}: {text.splitlines()[0]}")
+    assert violations == []

@@ -24,28 +24,28 @@ DTYPES += [torch.int8, torch.uint8, torch.bool]
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_blobs_are_those_of_torch_save(tmp_path, dtype):
+def test_blobs_match_torch_save(tmp_path, dtype):
     tensors = [some(shape, dtype) for shape in ((), (0,), (5,), (3, 4), (2, 3, 4, 5), (0, 7))]
     tensors += [some((4, 6), dtype).t(), some((8, 4), dtype)[2:5, 1:3]]
     file = NewFile(tmp_path / "blobs")
     file.write(b"before")
-    places = [write_tensor(file, tensor) for tensor in tensors] + [write_object(file, [None])]
+    locations = [write_tensor(file, tensor) for tensor in tensors] + [write_object(file, [None])]
     file.close()
     data = (tmp_path / "blobs").read_bytes()
     with DataFile(tmp_path / "blobs") as opened:
-        assert Blob(opened, *places.pop()).value == [None]
-        for tensor, (offset, length) in zip(tensors, places, strict=True):
-            own = data[offset : offset + length]
-            loaded = torch.load(io.BytesIO(own), weights_only=True)
+        assert Blob(opened, *locations.pop()).value == [None]
+        for tensor, (offset, length) in zip(tensors, locations, strict=True):
+            blob_bytes = data[offset : offset + length]
+            loaded = torch.load(io.BytesIO(blob_bytes), weights_only=True)
             assert loaded.dtype == dtype
             assert torch.equal(loaded, tensor)
             # The data has no checksum.
-            assert zipfile.ZipFile(io.BytesIO(own)).testzip() in ("archive/data/0", None)
+            assert zipfile.ZipFile(io.BytesIO(blob_bytes)).testzip() in ("archive/data/0", None)
             blob = Blob(opened, offset, length)
             assert torch.equal(blob.read(blob.tensor()), tensor)
 
 
-def test_boxes_of_any_view(tmp_path):
+def test_read_boxes_from_any_view(tmp_path):
     base = some((6, 8, 10))
     views = [
         base,
@@ -72,13 +72,13 @@ def test_boxes_of_any_view(tmp_path):
             assert torch.equal(target, view[box])
 
 
-def test_what_megatron_saves_with_tensors(tmp_path):
+def test_megatron_common_file_is_read(tmp_path):
     from argparse import Namespace
 
     torch.save({"args": Namespace(a=1, dtype=torch.bfloat16), "t": torch.arange(3), "n": [1.5]}, tmp_path / "common.pt")
-    found = read_saved(tmp_path / "common.pt")
-    assert found["args"].state == {"a": 1, "dtype": torch.bfloat16}
-    assert isinstance(found["t"], StoredTensor)
+    contents = read_saved(tmp_path / "common.pt")
+    assert contents["args"].state == {"a": 1, "dtype": torch.bfloat16}
+    assert isinstance(contents["t"], StoredTensor)
 
 
 def test_float8_is_read(tmp_path):
@@ -102,7 +102,7 @@ def read_blob(path: Path) -> torch.Tensor:
         return blob.read(blob.tensor())
 
 
-def test_hostile_blobs(tmp_path):
+def test_hostile_blobs_are_rejected(tmp_path):
     good, bad, canary = tmp_path / "good", tmp_path / "bad", tmp_path / "canary"
     torch.save(some((4, 4)), good)
 
@@ -150,9 +150,9 @@ def test_hostile_blobs(tmp_path):
         for value in (1, 1000, 0x7FFFFFFF):
             changed = bytearray(data)
             entry = next(
-                place
-                for place in range(start, len(data))
-                if data[place : place + 4] == b"PK\1\2" and b"/data/0" in data[place : place + 64]
+                position
+                for position in range(start, len(data))
+                if data[position : position + 4] == b"PK\1\2" and b"/data/0" in data[position : position + 64]
             )
             struct.pack_into("<I", changed, entry + field, value)
             bad.write_bytes(changed)
@@ -163,49 +163,49 @@ def test_hostile_blobs(tmp_path):
     assert not canary.exists()
 
 
-def entries(path: Path) -> dict[str, int]:
+def read_directory_offsets(path: Path) -> dict[str, int]:
     """Where the directory says what of each record."""
     with zipfile.ZipFile(path) as archive:
-        position, places = archive.start_dir, {}
+        position, offsets = archive.start_dir, {}
         for info in archive.infolist():
-            places[info.filename.partition("/")[2]] = position
+            offsets[info.filename.partition("/")[2]] = position
             position += 46 + len(info.orig_filename) + len(info.extra) + len(info.comment)
-        return places
+        return offsets
 
 
-def patched(source: Path, target: Path, changes: dict[int, bytes]) -> None:
+def write_patched_copy(source: Path, target: Path, changes: dict[int, bytes]) -> None:
     content = bytearray(source.read_bytes())
-    for place, value in changes.items():
-        content[place : place + len(value)] = value
+    for offset, value in changes.items():
+        content[offset : offset + len(value)] = value
     target.write_bytes(content)
 
 
-def test_records_that_together_are_larger_than_their_file(tmp_path):
+def test_overlapping_records_are_rejected(tmp_path):
     """Every record holds all of those behind it: a file of a megabyte that says it has a gigabyte."""
     good, bad = tmp_path / "good", tmp_path / "bad"
     torch.save({"a": torch.zeros(64), "b": torch.zeros(64)}, good)
-    places = entries(good)
+    offsets = read_directory_offsets(good)
     content = good.read_bytes()
-    first, second = (struct.unpack_from("<I", content, places[name] + 42)[0] for name in ("data/0", "data/1"))
+    first, second = (struct.unpack_from("<I", content, offsets[name] + 42)[0] for name in ("data/0", "data/1"))
     long = struct.pack("<II", second - first + 64, second - first + 64)
-    patched(good, bad, {places["data/0"] + 20: long})
+    write_patched_copy(good, bad, {offsets["data/0"] + 20: long})
     refused(lambda: read_saved(bad), str(bad), "overlaps another one")
-    patched(good, bad, {places["data/0"] + 42: struct.pack("<I", second)})
+    write_patched_copy(good, bad, {offsets["data/0"] + 42: struct.pack("<I", second)})
     refused(lambda: read_saved(bad), str(bad), "overlaps another one")
 
 
-def test_tensors_that_say_they_are_larger_than_memory(tmp_path):
+def test_tensors_larger_than_their_storage_are_rejected(tmp_path):
     """Memory was taken for what the pickle says, before the record was looked at."""
     good, bad = tmp_path / "good", tmp_path / "bad"
     torch.save(some((4, 4)), good)
     with zipfile.ZipFile(good) as archive:
         pickled = archive.read(next(name for name in archive.namelist() if name.endswith("data.pkl")))
     for length in (1 << 24, 1 << 50, 1 << 4000):
-        number, rows = (
+        storage_size, row_count = (
             b"\x8b" + struct.pack("<I", 502) + value.to_bytes(502, "little") for value in (length * 4, length)
         )
-        claimed = pickled.replace(b"K\x10", number).replace(b"K\x04K\x04\x86", rows + b"K\x04\x86", 1)
-        rezip(good, bad, data_pkl=claimed)
+        oversized = pickled.replace(b"K\x10", storage_size).replace(b"K\x04K\x04\x86", row_count + b"K\x04\x86", 1)
+        rezip(good, bad, data_pkl=oversized)
         refused(lambda: read_blob(bad), str(bad), "a storage has 64 bytes, expected")
 
 
@@ -218,7 +218,7 @@ def test_compressed_records_are_not_unpacked(tmp_path):
     refused(lambda: read_saved(bad), str(bad), "compressed")
 
 
-def test_directories_of_more_records_than_any_model_has(tmp_path, monkeypatch):
+def test_directory_with_too_many_records_is_rejected(tmp_path, monkeypatch):
     good = tmp_path / "good"
     torch.save([torch.zeros(1) for _ in range(30)], good)
     assert len(read_saved(good)) == 30
@@ -226,49 +226,49 @@ def test_directories_of_more_records_than_any_model_has(tmp_path, monkeypatch):
     refused(lambda: read_saved(good), str(good), "its directory has")
 
 
-def test_records_with_another_checksum(tmp_path):
+def test_checksum_mismatch_is_rejected(tmp_path):
     """A flipped bit in a pickle can lead to another tensor, a name or a shape that fits as well."""
     good, bad = tmp_path / "good", tmp_path / "bad"
     torch.save({"first": torch.zeros(3), "second": torch.ones(3)}, good)
-    place = good.read_bytes().index(b"first")
-    patched(good, bad, {place: b"f1rst"})
+    offset = good.read_bytes().index(b"first")
+    write_patched_copy(good, bad, {offset: b"f1rst"})
     refused(lambda: read_saved(bad), str(bad), "data.pkl does not match its checksum")
     torch.serialization.set_crc32_options(False)
     try:
         torch.save({"first": torch.zeros(3)}, good)
     finally:
         torch.serialization.set_crc32_options(True)
-    patched(good, bad, {good.read_bytes().index(b"first"): b"f1rst"})
+    write_patched_copy(good, bad, {good.read_bytes().index(b"first"): b"f1rst"})
     assert list(read_saved(bad)) == ["f1rst"]
 
 
-def test_one_of_several_parts(tmp_path):
+def test_split_archives_and_bad_entries_are_rejected(tmp_path):
     good, bad = tmp_path / "good", tmp_path / "bad"
     torch.save(some((4, 4)), good)
-    for place in (4, 6):
-        patched(good, bad, {good.stat().st_size - 22 + place: b"\1"})
+    for offset in (4, 6):
+        write_patched_copy(good, bad, {good.stat().st_size - 22 + offset: b"\1"})
         refused(lambda: read_saved(bad), str(bad), "is a fragment of a split archive")
     # The last entry's name, longer than its directory.
-    patched(good, bad, {max(entries(good).values()) + 28: b"\xff"})
+    write_patched_copy(good, bad, {max(read_directory_offsets(good).values()) + 28: b"\xff"})
     refused(lambda: read_saved(bad), str(bad), "does not end after its last entry")
     # What the directory says of a single record: where it lies, its flags and its disk.
-    place = entries(good)["version"]
-    patched(good, bad, {place + 45: b"\x40"})
+    offset = read_directory_offsets(good)["version"]
+    write_patched_copy(good, bad, {offset + 45: b"\x40"})
     refused(lambda: read_saved(bad), str(bad), "version is outside the archive")
-    patched(good, bad, {place + 46: b"A"})
+    write_patched_copy(good, bad, {offset + 46: b"A"})
     refused(lambda: read_saved(bad), str(bad), "is outside the archive")
-    for place, value in ((8, b"\1"), (9, b"\x20"), (34, b"\1")):
-        patched(good, bad, {entries(good)["data/0"] + place: value})
+    for offset, value in ((8, b"\1"), (9, b"\x20"), (34, b"\1")):
+        write_patched_copy(good, bad, {read_directory_offsets(good)["data/0"] + offset: value})
         refused(lambda: read_saved(bad), str(bad), "data/0 is encrypted or stored in another file")
 
 
-def test_several_in_sequence(tmp_path):
+def test_concatenated_archives_are_rejected(tmp_path):
     """A place whose length covers the next one too: torch reads the first of them, `zipfile` the last."""
-    made = []
+    archives = []
     for value in (1.0, 2.0):
         buffer = io.BytesIO()
         torch.save(torch.full((4,), value), buffer)
-        made.append(buffer.getvalue())
+        archives.append(buffer.getvalue())
     bad = tmp_path / "both"
-    bad.write_bytes(b"".join(made))
+    bad.write_bytes(b"".join(archives))
     refused(lambda: read_saved(bad), str(bad), "it is several concatenated")
