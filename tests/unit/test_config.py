@@ -1,4 +1,4 @@
-"""MegatronConfig: what it accepts, and errors that name field, value and valid choices."""
+"""Tests of MegatronConfig: accepted inputs, and errors with field, value and valid choices."""
 
 import copy
 

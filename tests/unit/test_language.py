@@ -1,4 +1,4 @@
-"""Language of code, messages, help and pages: rates of four patterns, and phrases that have a standard replacement."""
+"""Tests of the language in code, messages, help texts and docs: rates of four patterns, and replaceable phrases."""
 
 import ast
 import io
@@ -11,7 +11,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent.parent
 FOLDERS = ("hf_megatron", "conversion", "model_cards")
-# Pages that quote recorded runs, or list upstream functions.
+# Pages with quotes of recorded runs or lists of upstream functions.
 QUOTING = {"patches.md", "supported_models.md", "surface.md", "which_layout.md"}
 
 FRONTED = re.compile(
@@ -24,7 +24,7 @@ MARKERS = re.compile(
     r"in the place of|laid out|lays out)\b",
     re.IGNORECASE,
 )
-# Phrase -> what to write.
+# Phrase -> replacement.
 PHRASES = {
     r"la(y|ys|id) out": "parallelized, sharded",
     r"one process's": "the single-process run's",
@@ -59,7 +59,7 @@ PHRASE = re.compile("|".join(rf"\b({phrase})\b" for phrase in PHRASES))
 
 
 def list_sources() -> list[Path]:
-    """Python files of the library."""
+    """Returns the Python files of the library."""
     return [path for folder in FOLDERS for path in sorted((ROOT / folder).rglob("*.py"))]
 
 
@@ -74,7 +74,7 @@ def list_docstrings(tree: ast.Module) -> list[str]:
 
 
 def list_comments(path: Path) -> list[tuple[int, str]]:
-    """Line and text of each comment token."""
+    """Returns line and text of each comment token."""
     tokens = tokenize.generate_tokens(io.StringIO(path.read_text(encoding="utf-8")).readline)
     return [(token.start[0], token.string) for token in tokens if token.type == tokenize.COMMENT]
 
@@ -115,7 +115,7 @@ def test_functions_are_named_by_verb_and_object():
 
 
 def list_messages(path: Path) -> list[tuple[int, str]]:
-    """Line and constant text of what a file raises and warns of."""
+    """Returns line and constant text of the errors and warnings in a file."""
     texts = []
     for node in ast.walk(parse_file(path)):
         is_warning = isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1] in ("warn", "warning")

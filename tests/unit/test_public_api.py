@@ -1,4 +1,4 @@
-"""Public modules: what they export exists, and documents and examples import from nothing else."""
+"""Tests that public modules export existing names, and that docs and examples import only from them."""
 
 import ast
 import importlib

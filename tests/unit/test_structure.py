@@ -1,4 +1,4 @@
-"""The layering of the library: imports point downwards, no files import each other, a name has one meaning."""
+"""Tests of the library's layering: downward imports, no circular imports, unique public names."""
 
 import ast
 
@@ -19,7 +19,7 @@ def test_no_circular_imports():
     assert circles() == []
 
 
-# Names that stand in several files because they mean the same there.
+# Names defined in several files with the same meaning.
 SHARED_NAMES = {
     "place": "the face of an axis",
     "install": "the face of an axis",
@@ -43,7 +43,7 @@ def test_a_public_name_has_one_meaning():
     }
 
 
-# First words of a docstring that say what something is, not what it does.
+# First words of a docstring that describes a thing instead of an action.
 NOUNS = {"What", "Where", "Whether", "How", "Which", "The", "A", "An", "This", "All", "Every", "Those"}
 
 

@@ -1,4 +1,4 @@
-"""The suite's own rules: twins are built once and nothing else is shared, and no skip goes unseen."""
+"""Tests of the test suite: tiny models are built once, nothing else is shared, and skips are reported."""
 
 import itertools
 import json
@@ -49,7 +49,7 @@ def test_reference_runs_once_per_arguments():
     first = in_one_process(run, 1, name="a")
     assert first[1:] == ((1,), {"name": "a"}) and in_one_process(run, 1, name="a") == first
     assert in_one_process(run, 1, name="b")[0] != first[0] != in_one_process(run, 2, name="a")[0]
-    # What cannot be compared is run again.
+    # Arguments that cannot be compared are not cached.
     assert in_one_process(run, name=["a"])[0] != in_one_process(run, name=["a"])[0]
 
 

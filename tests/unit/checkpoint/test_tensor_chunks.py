@@ -1,4 +1,4 @@
-"""Boxes of split tensors, against brute force over numbered entries."""
+"""Tests of the tensor boxes of sharded tensors, against brute-force slicing of a numbered tensor."""
 
 import itertools
 import json
@@ -28,7 +28,7 @@ def on(ranks, rank):
 
 
 def slice_shard(tensor, placement, ranks, rank):
-    """The flattened shard as slicing and joining gives it."""
+    """Returns the flattened local shard, computed by slicing and concatenation."""
     for split in placement.splits:
         intervals = split.intervals(tensor.shape[split.dim], on(ranks, rank))
         slices = [tensor.narrow(split.dim, start, stop - start) for start, stop in intervals]
@@ -37,7 +37,7 @@ def slice_shard(tensor, placement, ranks, rank):
 
 
 def read_boxes(tensor, boxes):
-    """What the boxes hold, one after another."""
+    """Returns the entries of `boxes`, concatenated."""
     values = [
         tensor[tuple(slice(start, start + size) for start, size in zip(box.offset, box.shape, strict=True))].reshape(-1)
         for box in boxes

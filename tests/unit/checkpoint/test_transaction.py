@@ -1,4 +1,4 @@
-"""Sharded checkpoints as a format: written in one layout, read in any other, pruned, saved in the background."""
+"""Tests of the sharded checkpoint format: resharding on load, pruning, background saves and discovery."""
 
 import itertools
 import json
@@ -51,7 +51,7 @@ def slice_shard(name, placement, axes):
 
 
 def pieces(tp, dp, rank):
-    """Rank `rank` of a tp x dp grid; dp cuts every flattened shard in uneven ranges, as a sharded optimizer does."""
+    """Yields the chunks of `rank` in a tp x dp grid; dp splits each flattened shard unevenly, like a sharded optimizer."""
     axes = Axes.from_sizes(rank, tp=tp, dp=dp)
     for name, (shape, _, placement) in TENSORS.items():
         if any(tp % split.copies for split in placement.splits):
@@ -146,7 +146,7 @@ def test_prune_keeps_newest_and_latest_pointer_target(tmp_path):
     (tmp_path / "checkpoint-1").mkdir()
     (tmp_path / "latest").write_text("checkpoint-5\n")
     assert [path.name for path in prune(tmp_path, 3)] == ["checkpoint-10"]
-    # Two stay: the newest, and the one that `latest` names.
+    # Two checkpoints remain: the newest, and the target of `latest`.
     assert [path.name for path in prune(tmp_path, 2)] == ["checkpoint-15"]
     remaining = ["checkpoint-1", "checkpoint-20", "checkpoint-5", "latest", "other-1"]
     assert sorted(path.name for path in tmp_path.iterdir()) == remaining
@@ -155,7 +155,7 @@ def test_prune_keeps_newest_and_latest_pointer_target(tmp_path):
 
 
 def test_checkpoint_removed_during_listing_is_skipped(tmp_path, monkeypatch):
-    """Whatever the reader has seen of it: the removal comes before each of its looks at the folder in turn."""
+    """Removes the checkpoint before each `stat` call of the listing in turn."""
     save_checkpoint(tmp_path / "run" / "checkpoint-1")
     shutil.copytree(tmp_path / "run", tmp_path / "before")
     looks, stat = [], Path.stat
@@ -209,7 +209,7 @@ def save_in_background(parent):
         chunk = LocalChunk("x", (2000,), (TensorChunk((1000 * rank,), (1000,)),), data)
         saver.save([chunk], parent / f"step-{step}", files={f"state-{rank}": b"state"})
         data.fill_(-1)
-        # Training's own collectives go on meanwhile.
+        # Training collectives run during the save.
         total = torch.ones(1)
         dist.all_reduce(total)
         sums.append(total.item())
@@ -243,7 +243,7 @@ def test_resume_picks_newest_stock_or_sharded_checkpoint(tmp_path):
     save_checkpoint(tmp_path / "checkpoint-8")
     make_stock_checkpoint(6, "trainer_state.json", "optimizer.pt")
     assert find_resumed() == find_resumed(is_parallelized=True) == "checkpoint-8"
-    # Cut short, by plain Trainer and in a copy of a sharded one.
+    # Incomplete checkpoints: one from plain Trainer, one a partial copy of a sharded checkpoint.
     make_stock_checkpoint(10)
     make_stock_checkpoint(11, "trainer_state.json", "shard-00000-of-00002.safetensors")
     with pytest.warns(UserWarning, match="checkpoint-11 is passed over for .*checkpoint-8"):

@@ -1,4 +1,4 @@
-"""One range of versions: what pip installs, what is warned of, and what the matrix runs."""
+"""Tests that pip requirements, version checks and the test matrix use one range of versions."""
 
 import json
 import re
@@ -11,7 +11,7 @@ from tests.structure import ROOT
 
 
 def test_pip_version_ranges_match_checked_versions():
-    # Python 3.10 has no reader of TOML.
+    # Python 3.10 has no TOML parser.
     project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
     for library, (first, last) in CHECKED.items():
         match = re.search(rf'^ *"{library}>=([\d.]+),<(\d+)\.(\d+)",$', project, re.MULTILINE)

@@ -1,4 +1,4 @@
-"""Tokens of ranks, and blocks of masks: permutations, balance, and the dense mask they stand for."""
+"""Tests of context-parallel sequence orders and mask blocks: permutations, load balance and dense masks."""
 
 import pytest
 import torch
@@ -28,12 +28,12 @@ def test_every_token_is_on_exactly_one_rank(length, ranks, documents):
 
 
 def count_pairs(order, mask):
-    """Pairs of queries and keys of each rank."""
+    """Returns the number of query-key pairs on each rank."""
     return [int((mask.high - mask.low)[0, order.tokens(rank)].clamp(min=0).sum()) for rank in range(order.ranks)]
 
 
 def sample_document_starts(length, seed):
-    """Where documents of log-normal lengths begin, median 600, sigma 1.2."""
+    """Returns start positions of documents with log-normal lengths, median 600, sigma 1.2."""
     generator, borders = torch.Generator().manual_seed(seed), [0]
     while borders[-1] < length:
         size = 600 * float(torch.exp(1.2 * torch.randn((), generator=generator)))
@@ -78,7 +78,7 @@ def test_short_documents_are_balanced_over_ranks():
 
 
 def masks(length):
-    """Name -> mask and the dense one, `[batch or 1, length, length]`, that it stands for."""
+    """Returns name -> (mask, equivalent dense mask `[batch or 1, length, length]`)."""
     q, k = torch.arange(length).view(1, -1, 1), torch.arange(length).view(1, 1, -1)
     causal, full = SequenceMask.causal(length), SequenceMask.full(length)
     begins = torch.zeros(2, length, dtype=torch.bool)
@@ -120,7 +120,7 @@ def masks(length):
 
 
 def assemble_blocks(mask, queries, keys):
-    """Puts blocks together again: `[batch or 1, queries, keys]`, and whether one of them overlaps another."""
+    """Returns how many blocks allow each pair, `[2, queries, keys]`; overlapping blocks give counts above 1."""
     sizes = [stop - start for start, stop in queries], [stop - start for start, stop in keys]
     counts = torch.zeros(2, sum(sizes[0]), sum(sizes[1]), dtype=torch.int64)
     for block in mask.blocks(queries, keys):

@@ -1,4 +1,4 @@
-"""Who sits where, holds what and sums which gradients, against an oracle that counts ranks one by one."""
+"""Tests of rank coordinates, held shards and gradient groups against an oracle that enumerates all ranks."""
 
 import functools
 import itertools
@@ -15,7 +15,7 @@ from hf_megatron.models.spec import ModelSpec
 from hf_megatron.parallel_state import ParallelState
 
 LARGEST = 64
-# The worlds of more than 32 ranks in which every axis takes many sizes.
+# World sizes above 32 with many divisors, so that every axis takes many sizes.
 MANY_DIVISORS = (48, 60, 63, 64)
 WORLD = ("tp", "cp", "pp", "dp")
 
@@ -25,7 +25,7 @@ def list_divisors(number):
 
 
 def iter_layouts():
-    """Every tp x cp x pp x dp of up to 64 ranks."""
+    """Yields every tp x cp x pp x dp layout with up to 64 ranks."""
     for sizes in itertools.product(range(1, LARGEST + 1), repeat=2):
         for pp in range(1, LARGEST // math.prod(sizes) + 1):
             for dp in range(1, LARGEST // (math.prod(sizes) * pp) + 1):
@@ -38,7 +38,7 @@ def split_batches(items, length):
 
 
 def count_coordinates(tp, cp, pp, dp, dp_replicate=1, etp=1, ep=1):
-    """The coordinates of every rank, by counting."""
+    """Returns the coordinates of every rank, by enumeration."""
     coordinates = []
     for dp_rank, pp_rank, cp_rank, tp_rank in itertools.product(range(dp), range(pp), range(cp), range(tp)):
         coordinates.append({"tp": tp_rank, "cp": cp_rank, "pp": pp_rank, "dp": dp_rank})
@@ -47,7 +47,7 @@ def count_coordinates(tp, cp, pp, dp, dp_replicate=1, etp=1, ep=1):
             for rank in coordinates:
                 if rank["dp"] == dp_rank:
                     rank |= {"dp_replicate": replica, "dp_shard": position}
-    # Experts: within a stage the ranks are dealt out in the order of their numbers.
+    # Experts are assigned to the ranks of a stage in rank order.
     for pp_rank in range(pp):
         stage = [rank for rank in coordinates if rank["pp"] == pp_rank]
         lines = [[rank for rank in stage if rank["tp"] == position] for position in range(tp)] if etp > 1 else [stage]
@@ -59,7 +59,7 @@ def count_coordinates(tp, cp, pp, dp, dp_replicate=1, etp=1, ep=1):
 
 
 def find_groups(found, axis, others):
-    """The ranks that agree in all other coordinates, in the order of this one."""
+    """Returns the groups of ranks that agree in all other coordinates, ordered along `axis`."""
     groups = {}
     for index, rank in enumerate(found):
         groups.setdefault(tuple(rank[name] for name in others), []).append((rank[axis], index))
@@ -101,7 +101,7 @@ def test_dp_shard_and_dp_replicate_groups():
 
 
 def fits_axes(tp, cp, dp, etp, ep):
-    """Whether each axis is used up before the next is begun."""
+    """Returns whether expert parallelism fills each axis before it uses the next."""
     for size in ((tp,) if etp == 1 else ()) + (cp, dp):
         used = min(size, ep)
         if size % used or ep % used:
@@ -150,7 +150,7 @@ def test_indivisible_sizes_are_rejected():
         Axis(((1, 6),)).without(Axis(((2, 2),)))
 
 
-# Entries
+# Held and saved entries
 
 PLACEMENTS = {
     "whole": Placement(),
@@ -164,7 +164,7 @@ SHAPE = (12, 7)
 
 
 def list_local_entries(placement, coordinates, sizes):
-    """The numbers of the entries that a rank holds, as torch cuts them, flattened."""
+    """Returns the flattened indices of the entries on a rank, split as by `torch.chunk`."""
     positions = tuple((sizes[split.axis], coordinates[split.axis]) for split in placement.splits)
     return _list_local_entries(placement, positions)
 
@@ -207,7 +207,7 @@ def make_state(axes, zero_stage, placement, average):
 
 @pytest.mark.parametrize("zero_stage", [0, 1, 3])
 def test_every_entry_is_held_and_saved_by_its_owners(zero_stage):
-    """Of weights and moments: held as torch cuts them, and written once by all ranks of a stage together."""
+    """Weights and moments are split as by `torch.chunk`, and the ranks of a stage together save each entry once."""
     for sizes in iter_expert_layouts(8):
         check_entries(sizes, zero_stage, PLACEMENTS, (False, True))
 
@@ -216,7 +216,7 @@ def test_every_entry_is_held_and_saved_by_its_owners(zero_stage):
 @pytest.mark.parametrize("name", ["whole", "packed", "wide experts"])
 def test_entries_in_layouts_up_to_64_ranks(name):
     for sizes in iter_expert_layouts(LARGEST):
-        # Stages repeat each other: without a cut, who holds what does not ask for them.
+        # Every pipeline stage has the same sharding, so pp_size > 1 adds nothing here.
         ranks = sizes["tp"] * sizes["cp"] * sizes["dp"]
         if sizes["pp"] > 1 or (ranks > 32 and ranks not in MANY_DIVISORS):
             continue
@@ -231,7 +231,7 @@ def check_entries(sizes, zero_stage, placements, kinds):
     for name, placement in placements.items():
         is_expert = "experts" in name
         if (zero_stage == 3 and is_expert) or (is_expert and sizes["etp"] > 1 and name == "experts"):
-            # FSDP2's units of experts come with them; experts that etp does not split are not laid out so.
+            # Not covered: FSDP2 units of experts, and experts not split over etp, a layout that does not occur.
             continue
         average = "edp" if is_expert else "dp_cp"
         shards = axes.size(average)
@@ -261,7 +261,7 @@ def check_entries(sizes, zero_stage, placements, kinds):
 
 
 def test_gradient_groups_cover_every_token_once():
-    """Each token of a batch counts once in what the owner of an entry ends up with."""
+    """Each token of a batch counts once in the reduced gradient of every entry."""
     for sizes in iter_expert_layouts(LARGEST // 2):
         axes, all_coordinates = Axes.from_sizes(0, **sizes), count_coordinates(**sizes)
         for pp_rank in range(sizes["pp"]):
@@ -270,19 +270,19 @@ def test_gradient_groups_cover_every_token_once():
             tokens = sorted((*share, tp) for share in shares for tp in range(sizes["tp"]))
             for rank_id, rank in stage.items():
                 rank_axes = axes.of_rank(rank_id)
-                # A split linear sees its ranks' share of the batch, whole.
+                # A tensor-parallel linear sees all tokens of its data- and context-parallel shard.
                 batch_shares = [(stage[other]["dp"], stage[other]["cp"]) for other in rank_axes.ranks("dp_cp")]
                 assert sorted(batch_shares) == shares and {
                     stage[other]["tp"] for other in rank_axes.ranks("dp_cp")
                 } == {rank["tp"]}
-                # A norm between split sequences sees a part of the tokens: summed over tp as well.
+                # A norm under sequence parallelism sees a shard of the tokens: its gradient is also summed over tp.
                 norm_tokens = [
                     (stage[other]["dp"], stage[other]["cp"], stage[other]["tp"])
                     for through in rank_axes.ranks("dp_cp")
                     for other in axes.of_rank(through).ranks("tp")
                 ]
                 assert sorted(norm_tokens) == tokens
-                # An expert sees the tokens of its ep group; those that repeat it see the others.
+                # An expert sees the tokens of its ep group; its edp replicas see the others.
                 expert_tokens = [
                     (stage[other]["dp"], stage[other]["cp"], stage[other]["tp"])
                     for repetition in rank_axes.ranks("edp")

@@ -1,4 +1,4 @@
-"""The fork harness: results in order, every rank's traceback, stuck ranks named and killed."""
+"""Tests of the fork harness: result order, tracebacks of all ranks, and stuck ranks."""
 
 import os
 import time
@@ -28,7 +28,7 @@ def test_all_tracebacks_are_shown():
 
 
 def test_first_reason_prefers_library_errors():
-    """A rank that was left alone says that a connection was closed."""
+    """A rank whose peer failed reports only a closed connection."""
 
     def fail():
         if dist.get_rank() == 1:
@@ -69,7 +69,7 @@ def test_unpicklable_result_raises():
 
 
 def test_tiny_model_is_measured_in_a_fork(monkeypatch):
-    """After a backward, torch has threads for GPUs, and no fork of this process could run one."""
+    """A backward starts torch's device threads, after which no fork of this process could run one."""
     process, backward = os.getpid(), torch.Tensor.backward
 
     def assert_in_fork(*args, **kwargs):

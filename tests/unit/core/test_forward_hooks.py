@@ -1,4 +1,4 @@
-"""The table of forward hooks: order, arguments, failures, copies."""
+"""Tests of forward hooks: order, arguments, failures and copies."""
 
 import copy
 

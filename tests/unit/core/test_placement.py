@@ -1,4 +1,4 @@
-"""Placement arithmetic against DTensor's own, without a process group."""
+"""Tests of placement arithmetic against DTensor, without a process group."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ from hf_megatron.core.placement import Placement
 
 
 def make_split(dim, ranks, rank, **options):
-    """The intervals of one dim that a rank holds, with the placement that says so."""
+    """Returns a placement split over tp and the axes of `rank`."""
     return Placement.split("tp", dim, **options), Axes.from_sizes(rank, tp=ranks)
 
 
@@ -44,7 +44,7 @@ def test_copies_share_a_shard():
 
 
 def test_groups_are_split_separately():
-    # gate rows 0-5, up rows 6-11: each rank gets its part of both.
+    # Gate rows 0-5 and up rows 6-11: each rank gets a shard of both.
     placement, axes = make_split(0, 2, 1, groups=2)
     assert placement.intervals((12,), axes) == [[(3, 6), (9, 12)]]
 

@@ -1,4 +1,4 @@
-"""What is known of a call's rows gives the masks that transformers makes when it asks for itself."""
+"""Tests that masks from cached packing metadata equal the masks of transformers."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Pairs from texts: what Megatron-LM's script writes, however often the build is killed."""
+"""Tests of building Megatron .bin/.idx pairs from texts, against Megatron-LM's output and with killed builds."""
 
 import gzip
 import json
@@ -44,7 +44,7 @@ def write_lines(path, texts):
 
 
 def write_like_megatron(prefix, texts, tokenizer, *, append_eod):
-    """`tools/preprocess_data.py` document by document: one sequence each, none where there is no token."""
+    """Writes a pair as `tools/preprocess_data.py` does: one sequence per document, none for an empty one."""
     with IndexedWriter(prefix, "uint16") as writer:
         for text in texts:
             ids = tokenizer(text, add_special_tokens=False).input_ids
@@ -90,7 +90,7 @@ def test_all_file_formats_match_megatron(tmp_path, kind, append_eod):
 
 
 def test_killed_build_resumes(tmp_path, monkeypatch):
-    """Killed five times at places that are drawn, what was written beyond the last known place included."""
+    """Kills the build at five random positions, with data beyond the last recorded position on disk."""
     tokenizer, texts = make_tokenizer(), make_texts(3000)
     sources = [write_lines(tmp_path / "one.jsonl", texts[:1700]), write_lines(tmp_path / "two.jsonl", texts[1700:])]
     write_like_megatron(tmp_path / "whole", texts, tokenizer, append_eod=True)
@@ -113,7 +113,7 @@ def test_killed_build_resumes(tmp_path, monkeypatch):
             build_pair(tmp_path / "ours", sources, tokenizer, append_eod=True)
             os._exit(0)
         assert os.waitpid(child, 0)[1] == signal.SIGKILL
-        # Half a batch that reached the disk.
+        # Part of an unrecorded batch reached the disk.
         with open(tmp_path / "ours.building" / "bin", "ab") as file:
             file.write(b"123")
     summary = build_pair(tmp_path / "ours", sources, tokenizer, append_eod=True)
@@ -137,7 +137,7 @@ def test_resume_with_different_settings_is_rejected(tmp_path):
 
 
 def test_saved_truncation_and_padding_are_ignored(tmp_path):
-    """Texts are taken whole, as tokenizers of transformers do when they are called."""
+    """Texts are neither truncated nor padded, as when a transformers tokenizer is called."""
     tokenizer, texts = make_tokenizer(), make_texts()
     tokenizer.backend_tokenizer.enable_truncation(3)
     tokenizer.backend_tokenizer.enable_padding()
@@ -213,7 +213,7 @@ def test_full_disk_loses_no_progress(tmp_path, monkeypatch):
     def raise_disk_full(self):
         calls.append(1)
         if len(calls) == 3:
-            # Half of what was written has reached the disk.
+            # Part of the written data has reached the disk.
             self._files["lengths"].flush()
             raise OSError(28, "No space left on device")
         return original(self)

@@ -1,4 +1,4 @@
-"""Pairs of files as Megatron wrote them are read; written pairs are equal to them byte for byte; damage is named."""
+"""Tests of Megatron's indexed datasets: reading, byte-identical writing and detection of damage."""
 
 import pickle
 import shutil

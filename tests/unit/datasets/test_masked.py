@@ -1,4 +1,4 @@
-"""Samples of masked sentences are those of Megatron-Core's BERT and T5 datasets."""
+"""Tests of BERT and T5 datasets against Megatron-Core."""
 
 import functools
 import random
@@ -40,14 +40,14 @@ def tokenizer():
 
 @pytest.fixture(scope="module")
 def one_process():
-    """Datasets of megatron-core ask for the rank."""
+    """Single-rank process group: the datasets of megatron-core query the rank."""
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     yield
     torch.distributed.destroy_process_group()
 
 
 def write_sentence_pair(path, drawn, size, longest=30, tokens=None):
-    """A pair of documents of some sentences, some of them empty."""
+    """Writes a pair whose documents have random numbers of sentences, and returns its prefix."""
     with IndexedWriter(path, "uint16") as writer:
         for _ in range(drawn.randrange(3, 20)):
             writer.add_document([
@@ -70,7 +70,7 @@ def draw_masking(drawn):
 
 
 def make_peer_dataset(module, name, prefix, tokenizer, masking, length, samples, seed, cache, **options):
-    """Megatron-Core's dataset of all documents."""
+    """Returns Megatron-Core's dataset over all documents."""
     datasets = pytest.importorskip(f"megatron.core.datasets.{module}")
     from megatron.core.datasets.indexed_dataset import IndexedDataset as PeerIndexed
     from megatron.core.datasets.utils import Split
@@ -112,7 +112,7 @@ def make_peer_dataset(module, name, prefix, tokenizer, masking, length, samples,
 
 @pytest.mark.parametrize("seed", range(20))
 def test_bert_equals_megatron_core(tmp_path, one_process, tokenizer, seed):
-    """Five draws each; every sample's tokens, types, masks and labels."""
+    """Compares tokens, token types, masks and labels over five random configurations."""
     generator, compared = random.Random(seed), 0
     for index in range(5):
         prefix = write_sentence_pair(tmp_path / f"pair{index}", generator, len(tokenizer), generator.choice([5, 30]))
@@ -123,7 +123,7 @@ def test_bert_equals_megatron_core(tmp_path, one_process, tokenizer, seed):
                 prefix, length, samples, tokenizer=tokenizer, masking=masking, pairs=pairs, seed=start, cache=tmp_path
             )
         except DataError as error:
-            # Megatron-Core would read the documents for ever.
+            # Megatron-Core would loop over the documents forever.
             assert "documents make no sample" in str(error)
             continue
         peer = make_peer_dataset(
@@ -183,7 +183,7 @@ def test_t5_equals_megatron_core(tmp_path, one_process, tokenizer, seed):
 
 
 def test_sentence_orders_equal_megatron_core():
-    """Long sentences, documents without any, other parts of the documents, several epochs, all probabilities."""
+    """Covers long sentences, empty documents, document ranges, several epochs and all probabilities."""
     helpers = pytest.importorskip("megatron.core.datasets.helpers")
     generator, compared = random.Random(0), 0
     for _ in range(300):
@@ -213,7 +213,7 @@ def test_sentence_orders_equal_megatron_core():
 
 
 def test_models_accept_samples(tmp_path, tokenizer):
-    """Only masked tokens, and tokens of spans, count in the loss."""
+    """Only masked tokens (BERT) and span tokens (T5) count in the loss."""
     prefix = write_sentence_pair(tmp_path / "pair", random.Random(0), len(tokenizer))
     sizes = {"vocab_size": len(tokenizer), "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
     bert = BertConfig(intermediate_size=16, **sizes)

@@ -1,4 +1,4 @@
-"""Samples are those of Megatron-Core's GPTDataset; kept indices are read where they fit; arguments are Megatron's."""
+"""Tests of GPT pretraining datasets against Megatron-Core: samples, cached indices and arguments."""
 
 import hashlib
 import json
@@ -33,7 +33,7 @@ EOD = 7
 
 
 def _write_pair(path, seed=0, documents=40, longest=30, vocabulary=50):
-    """A pair with empty documents, and tokens that end documents within them."""
+    """Writes a pair with empty documents and end-of-document tokens inside documents, and returns its prefix."""
     generator = random.Random(seed)
     with IndexedWriter(path, "uint16") as writer:
         for _ in range(documents):
@@ -46,7 +46,7 @@ def _digest(values):
 
 
 class _Tokenizer:
-    """What Megatron-Core's datasets ask a tokenizer."""
+    """Tokenizer with the attributes that Megatron-Core's datasets read."""
 
     vocab_size, eod, unique_identifiers = 50, EOD, {}
 
@@ -58,7 +58,7 @@ class _Tokenizer:
 
 
 def _build_peer_datasets(prefixes, weights, split, length, samples, seed, cache, **options):
-    """The three datasets that megatron-core builds, as lists."""
+    """Returns the train, validation and test datasets of megatron-core."""
     builder = pytest.importorskip("megatron.core.datasets.blended_megatron_dataset_builder")
     from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 
@@ -79,7 +79,7 @@ def _build_peer_datasets(prefixes, weights, split, length, samples, seed, cache,
 
 @pytest.fixture(scope="module")
 def one_process():
-    """Blends of megatron-core ask for the rank."""
+    """Single-rank process group: blends of megatron-core query the rank."""
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     yield
     torch.distributed.destroy_process_group()
@@ -87,7 +87,7 @@ def one_process():
 
 @pytest.mark.parametrize("seed", range(25))
 def test_samples_equal_megatron_core(tmp_path, one_process, seed):
-    """Twenty draws each of files, splits, weights, lengths and masks: every token, label, mask and position."""
+    """Compares tokens, labels, masks and positions over twenty random sets of files, splits, weights and lengths."""
     generator, compared = random.Random(seed), 0
     for draw in range(20):
         folder = tmp_path / str(draw)
@@ -116,7 +116,7 @@ def test_samples_equal_megatron_core(tmp_path, one_process, seed):
             "reset-attention-mask": restarts,
         }
         if count == 2 and weights is None:
-            # Two names would be a weight and a name to Megatron only where the first is a number.
+            # Megatron parses two entries as a weight and a prefix only if the first is a number.
             assert not any(name.replace(".", "").isdigit() for name in prefixes)
         batch = arguments["global-batch-size"]
         rounds = (arguments["train-iters"] // arguments["eval-interval"] + 1) * arguments["eval-iters"] * batch
@@ -124,7 +124,7 @@ def test_samples_equal_megatron_core(tmp_path, one_process, seed):
         try:
             splits = datasets_from_megatron_args(arguments, eod_token=EOD)
         except DataError as error:
-            # A part of which megatron-core tries to make epochs for ever, or whose samples it does not have.
+            # megatron-core would build epochs of this split forever, or lacks its samples.
             assert re.search("no sample can be made|make no sample of|none of its .* is in the share", str(error)), (
                 error
             )
@@ -204,7 +204,7 @@ def test_position_ids_restart_at_documents(tmp_path):
 @pytest.mark.parametrize("options", [{}, {"add_extra_token_to_sequence": False}], ids=["one more", "no more"])
 @pytest.mark.parametrize("samples", [30, 400])
 def test_megatron_core_cached_indices_are_read(tmp_path, one_process, monkeypatch, samples, options):
-    """Where its description and its samples are those asked for: a description does not say how they end."""
+    """Cached indices are read if description and samples match; the description omits the extra token."""
     prefix, cache = _write_pair(tmp_path / "pair", documents=60), tmp_path / "cache"
     _build_peer_datasets([prefix], None, "90,10,0", 8, [samples, 10, 10], 5, cache, **options)
     settings = {"sequence_length": 8, "samples": samples, "seed": 5, "share": (0.0, 0.9), "cache": cache}
@@ -223,12 +223,12 @@ def test_megatron_core_cached_indices_are_read(tmp_path, one_process, monkeypatc
     for change in ({"seed": 6}, {"samples": samples + 200}, {"share": (0.0, 0.8)}):
         PretrainingDataset(prefix, **{**settings, **change}, extra_token=extra)
     PretrainingDataset(prefix, **settings, extra_token=not extra)
-    # Files of another size under the same name.
+    # Different files with the same name.
     _write_pair(tmp_path / "other" / "pair", seed=3, documents=60)
     os.utime(tmp_path / "other" / "pair.idx", ns=(1, 1))
     PretrainingDataset(tmp_path / "other" / "pair", **settings, extra_token=extra)
     assert len(rebuilds) == 5
-    # The same files, written again after Megatron's.
+    # The same files with a modification time after Megatron's indices.
     os.utime(f"{prefix}.idx")
     PretrainingDataset(prefix, **settings, extra_token=extra)
     assert len(rebuilds) == 6
@@ -252,7 +252,7 @@ def test_megatron_core_cached_blends_are_read(tmp_path, one_process, monkeypatch
         return blend_order(*args)
 
     monkeypatch.setattr("hf_megatron.datasets.blended.blend_order", count_blend_order)
-    # What is read is kept in a folder of its own, and then read from there.
+    # Indices read from Megatron's cache are stored in a separate folder and read from there the second time.
     for _ in range(2):
         blend = datasets_from_megatron_args({**arguments, "data-cache-path": cache}).train
         assert len(blend) == len(plain) == len(train) and not rebuilds
@@ -270,7 +270,7 @@ def test_megatron_core_cached_blends_are_read(tmp_path, one_process, monkeypatch
     assert rebuilds and np.array_equal(rebuilt.order.dataset, plain.order.dataset)
 
 
-# Kept indices
+# Cached indices
 
 
 def _make_arrays():
@@ -290,7 +290,7 @@ def test_cached_indices_are_read_only_with_matching_key(tmp_path):
             name: array.tolist() for name, array in _make_arrays().items()
         }
     assert len(rebuilds) == 2
-    # What is damaged is made again.
+    # Damaged indices are rebuilt.
     [folder] = [
         path for path in tmp_path.iterdir() if path.is_dir() and '\\"a\\": 2' in (path / "key.json").read_text()
     ]
@@ -368,7 +368,7 @@ def test_equal_epoch_counts_share_a_cache_folder(tmp_path):
     for samples in (tokens // 8 // 2, tokens // 8 // 2 + 3):
         PretrainingDataset(prefix, 8, samples, cache=cache)
     assert len([path for path in cache.iterdir() if path.is_dir()]) == 1
-    # Another file of the same name and size.
+    # A different file with the same name and size.
     os.utime(f"{prefix}.idx", ns=(1, 1))
     PretrainingDataset(prefix, 8, 20, cache=cache)
     assert len([path for path in cache.iterdir() if path.is_dir()]) == 2
@@ -432,7 +432,7 @@ def test_invalid_arguments_are_rejected(tmp_path, change, message):
 
 
 def test_single_prefix_with_weight(tmp_path):
-    """Megatron forgets the weight where each split has its own files, and takes a blend of one elsewhere."""
+    """Megatron ignores the weight with per-split paths and otherwise builds a blend of one dataset."""
     arguments = {"seq-length": 8, "train-iters": 2, "global-batch-size": 2, "eval-iters": 1}
     assert isinstance(
         datasets_from_megatron_args({**arguments, "train-data-path": ["1.0", NAMES[0]]}).train, PretrainingDataset
@@ -443,7 +443,7 @@ def test_single_prefix_with_weight(tmp_path):
 
 
 def test_batch_ramp_up_from_megatron_args():
-    """More iterations than with batches of full size, and so more evaluations."""
+    """Smaller batches give more iterations than full-size ones, and therefore more evaluations."""
     arguments = {"data-path": NAMES[0], "seq-length": 8, "train-samples": 40, "eval-interval": 4, "eval-iters": 1}
     ramp_up_arguments = {"global-batch-size": 8, "rampup-batch-size": "2 2 12", "split": "60,40,0"}
     splits = datasets_from_megatron_args({**arguments, **ramp_up_arguments})

@@ -1,4 +1,4 @@
-"""Batches that grow have the sizes that Megatron-Core's calculator gives them."""
+"""Tests of batch size ramp-up against Megatron-Core's microbatch calculator."""
 
 import itertools
 import random
@@ -22,7 +22,7 @@ def test_equals_megatron_core(seed):
     module = pytest.importorskip("megatron.core.num_microbatches_calculator")
     sizes, consumed = draw_ramp_up(seed), 0
     if sizes.start == sizes.global_batch_size:
-        # Of no increment Megatron asks what part of the samples each has.
+        # Megatron's calculator divides by the number of increments, which is zero here.
         assert sizes.batch_size(0) == sizes.batch_size(10**6) == sizes.start
         return
     peer = module.RampupBatchsizeNumMicroBatchesCalculator(
@@ -43,15 +43,15 @@ def test_equals_megatron_core(seed):
 
 
 def test_step_counts_match_megatron():
-    """`update_train_iters` of `megatron/training/training.py`, by hand."""
+    """Expected values are worked out by hand from `update_train_iters` in `megatron/training/training.py`."""
     sizes = BatchRampUp(8, start=2, increment=2, samples=12)
-    # 2 2, 4, 6 of each 4 samples, and 8 behind 12.
+    # Batch sizes 2, 4 and 6 for 4 samples each, then 8 after 12 samples.
     assert [sizes.batch_size(consumed) for consumed in (0, 2, 4, 8, 12, 13, 14)] == [2, 2, 4, 6, 8, 8, 8]
     assert list(itertools.accumulate([2, 2, 4, 6, 8, 8])) == [sizes.after(steps) for steps in range(1, 7)]
     assert sizes.steps(14) == 4
     assert sizes.steps(21) == 4
     assert sizes.steps(22) == 5
-    # The step that begins at 8 has more than these.
+    # The ramp-up step that begins at sample 8 counts although it extends beyond sample 9.
     assert sizes.steps(9) == 4
 
 

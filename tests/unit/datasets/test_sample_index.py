@@ -1,4 +1,4 @@
-"""The order of samples is Megatron-Core's: vectors that it gave, and its own code where it is installed."""
+"""Tests of the sample order against golden vectors from Megatron-Core and against the token stream."""
 
 import hashlib
 import random
@@ -29,12 +29,12 @@ def _digest(values):
 
 @pytest.fixture(scope="module")
 def lengths():
-    """Of OpenWebText's thousand documents, out of the index alone."""
+    """Lengths of a thousand OpenWebText documents, read from the index file only."""
     content = (DATA / "meg-gpt2-openwebtext_text_document.idx").read_bytes()
     return np.frombuffer(content, dtype="<i4", count=1000, offset=34)
 
 
-# Split, its part, length, seed, samples asked for, options; samples and epochs; digests of documents, starts, shuffle.
+# Split, split index, sequence length, seed, requested samples, options; samples and epochs; digests of the indices.
 VECTORS = {
     "train": (
         ("969,30,1", TRAIN, 128, 1234, 5000, {}),
@@ -91,7 +91,7 @@ def test_golden_blends():
         counts, _ = count_blend_samples([0.5, 0.3, 0.2], samples)
         order = blend_order([0.5, 0.3, 0.2], sum(counts))
         assert _digest(order.dataset) == digest
-    # It may have more samples than were asked for.
+    # A blend may have more samples than requested.
     assert len(order) == 6
     sizes = []
     for name in ("inputs", "targets"):
@@ -103,14 +103,14 @@ def test_golden_blends():
 
 
 def _list_plain_tokens(lengths, found):
-    """Token numbers of the documents as they are read, one after the other."""
+    """Returns the token indices of the documents in reading order, concatenated."""
     first = np.concatenate([[0], np.cumsum(lengths)])
     return np.concatenate([np.arange(first[one], first[one + 1]) for one in found.documents])
 
 
 @pytest.mark.parametrize("seed", range(40))
 def test_pieces_match_the_token_stream(seed):
-    """Whatever the documents, a sample is the tokens `[j L, j L + L + x)` of what is read."""
+    """Sample `j` consists of tokens `[j L, j L + L + x)` of the stream, for any documents."""
     generator = random.Random(seed)
     lengths = np.array(
         [generator.choice([0, 1, generator.randrange(1, 60)]) for _ in range(generator.randrange(1, 30))], np.int32

@@ -1,4 +1,4 @@
-"""Learning rates and weight decays after each step are those of Megatron-Core's own scheduler."""
+"""Tests of learning-rate and weight-decay schedules against Megatron-Core's scheduler."""
 
 import logging
 import random
@@ -15,7 +15,7 @@ WSD_STYLES = ["linear", "cosine", "exponential", "minus_sqrt"]
 
 
 def draw_schedule(seed):
-    """A schedule, and samples of a step."""
+    """Returns random schedule arguments, the batch size and the number of iterations."""
     generator = random.Random(seed)
     batch, iterations = generator.randrange(1, 9), generator.randrange(4, 40)
     decay = generator.randrange(2, iterations + 4)

@@ -1,4 +1,4 @@
-"""Spans, the measured bubble and the pictures, from a simulated 1F1B; the callback without its pipeline."""
+"""Tests of pipeline timelines: spans, measured bubble, plots and the Trainer callback."""
 
 import json
 import re
@@ -20,7 +20,7 @@ FORWARD, BACKWARD, START = 0.010, 0.020, 1_700_000_000.0
 
 
 def simulate(ranks, microbatches):
-    """1F1B with stages of equal time and free communication, the waits for a neighbour included."""
+    """Simulates 1F1B with equal stages and free communication, including waits for the adjacent stages."""
     orders = []
     for rank in range(ranks):
         warmup = min(ranks - 1 - rank, microbatches)
@@ -103,7 +103,7 @@ def test_gather_timeline_and_clock_offset():
     assert timeline == results[1][0] and timeline.stages == 6
     assert timeline.microbatches == 1, "as many as were recorded"
     assert [span.stage for row in timeline.spans for span in row] == [0, 1]
-    # One clock: what is found is how far ranks leave a barrier apart.
+    # Both ranks share one clock, so the offset is only the difference in leaving the barrier.
     assert results[0][1] == 0 and abs(results[1][1]) < 0.25
 
 
@@ -183,7 +183,7 @@ def test_callback_needs_a_pipeline():
 
 
 def test_callback_records_its_steps_and_rank_0_writes(tmp_path):
-    """With a pipeline that only has what the callback uses."""
+    """Uses a stub pipeline with only the attributes that the callback reads."""
 
     def on_rank():
         import torch.distributed as dist

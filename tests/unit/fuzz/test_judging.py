@@ -1,4 +1,4 @@
-"""What a run on ranks is held to where one process has a number that is none."""
+"""Tests of comparing a parallel run with a single-process run whose logs contain NaN."""
 
 import math
 
@@ -17,11 +17,11 @@ def logged(*values):
 @pytest.mark.parametrize(
     ("on_ranks", "weight", "passes"),
     [
-        # The step was skipped: what comes behind it is of other weights.
+        # The step was skipped: later values are computed with other weights.
         ((2.0, math.nan, 1.9, 0.5), math.nan, True),
         ((2.1, math.nan, 1.9, 0.5), math.nan, False),
         ((2.0, 0.5, 1.9, 0.5), math.nan, False),
-        # A loss without targets is none, and its gradients are zeros.
+        # A loss without targets is NaN, but its gradients are zero.
         ((2.0, math.nan, 1.9, 0.5), 2.0, False),
     ],
 )

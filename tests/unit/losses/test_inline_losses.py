@@ -1,4 +1,4 @@
-"""Labels that know their batch: what they follow, what they count, what they leave alone."""
+"""Tests of batch-aware labels: derived labels, counted loss terms and unaffected operations."""
 
 import pytest
 import torch
@@ -65,12 +65,12 @@ def test_loss_is_the_mean_over_all_ranks(name):
 
     results = run_ranks(on_rank, 2)
     assert [loss for loss, _ in results] == [pytest.approx(expected.item(), rel=1e-5)] * 2
-    # Gradients are averaged over the ranks afterwards.
+    # Data parallelism averages the gradients over ranks afterwards.
     torch.testing.assert_close(torch.cat([gradient for _, gradient in results]) / 2, logits.grad, rtol=1e-5, atol=1e-6)
 
 
 class SingleRankMesh:
-    """The mesh of a batch that lies on this rank alone."""
+    """Mesh stub with a single rank."""
 
     class axes:
         size = staticmethod(lambda name: 1)
@@ -94,7 +94,7 @@ def _make_single_rank_batch():
         lambda labels: labels.split(2)[0],
         lambda labels: labels.masked_fill(labels == 0, -100).squeeze(-1).long(),
         lambda labels: torch.full_like(labels, -100),
-        # Room for copies of them.
+        # A buffer for copies of the labels.
         lambda labels: labels.new_zeros(2, *labels.shape).fill_(-100),
     ],
 )
@@ -118,7 +118,7 @@ def test_derived_labels_keep_the_batch(change):
     ],
 )
 def test_other_results_are_plain_tensors(use):
-    """Decoder inputs are made of labels; what comes of them computes as ever."""
+    """Decoder inputs are derived from labels and must stay plain tensors."""
     plain = torch.arange(8).view(4, 2)
     result = use(know_batch(plain, _make_single_rank_batch()))
     assert type(result) is torch.Tensor and torch.equal(result, use(plain))
@@ -172,5 +172,5 @@ def test_codebook_labels_have_separate_names_and_counts():
     batch_labels = know_batch(labels, None)
     assert [batch_labels[..., book].contiguous().view(-1).argument for book in (0, -1)] == ["labels.0", "labels.1"]
     assert batch_labels[:, 0].argument == batch_labels[0, 0].argument == "labels"
-    # One number per token, or a share of each class, is no codebook's.
+    # Labels with one class per token, or with class probabilities, have no codebooks.
     assert with_codebooks({"labels": labels[..., 0]}) == with_codebooks({"labels": labels.float()}) == ("labels",)

@@ -1,4 +1,4 @@
-"""Model cards from facts alone: what they say, what they refuse, and whose files they replace."""
+"""Tests of model cards: contents, rejected metadata, and replaced or kept files."""
 
 import dataclasses
 import json
@@ -67,7 +67,7 @@ def test_metadata_and_model_index_round_trip():
     expected = {"base_model": "tests/stories", "datasets": ["tests/tales"], "language": ["en"], "license": "apache-2.0"}
     assert expected.items() <= metadata.items() and metadata["library_name"] == "transformers"
     name, results = model_index_to_eval_results(metadata["model-index"])
-    # What is not finite is in the table only.
+    # Non-finite metrics appear only in the table.
     assert name == "stories-tuned" and {r.metric_type: r.metric_value for r in results} == {
         "loss": 0.75,
         "accuracy": 0.625,
@@ -109,7 +109,7 @@ def test_parity_rows_match_the_records():
     assert list(parity.rows) == expected_rows and len(expected_rows) >= 3 and parity.missing == ()
     text = render(dataclasses.replace(CARD_DATA, layout=layout, parity=parity)).text
     assert all(row["worst"] in text for row in expected_rows) and "not their combination" in text
-    # Another layout's rows are not claimed.
+    # Records of other layouts are not included.
     assert recorded_parity("LlamaForCausalLM", "llama", MegatronConfig(tp_size=2)).rows != parity.rows
 
 
@@ -154,7 +154,7 @@ def test_licenses():
 
 def test_metadata_changed_by_yaml_is_rejected():
     card = render(CARD_DATA)
-    card.data.tags = ("a", "b")  # a tuple: YAML reads a list
+    card.data.tags = ("a", "b")  # YAML reads a tuple back as a list
     with pytest.raises(ConfigError, match="read back"):
         check_card(card)
 
@@ -170,7 +170,7 @@ def test_user_card_is_kept_and_generated_card_is_replaced(tmp_path):
     write_card(tmp_path, dataclasses.replace(CARD_DATA, model_name="another"))
     text = (tmp_path / "README.md").read_text()
     assert "# another" in text and "stories-tuned" not in text
-    # Without the marker it is the user's.
+    # A card without the marker is treated as the user's.
     (tmp_path / "README.md").write_text(text.replace(MARKER, ""))
     assert write_card(tmp_path, CARD_DATA) is None
 
@@ -179,10 +179,10 @@ def test_loss_plot(tmp_path):
     write_card(tmp_path, CARD_DATA)
     assert (tmp_path / "loss.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
     assert "](loss.png)" in (tmp_path / "README.md").read_text()
-    # Without losses the picture goes with the card that showed it.
+    # Without losses, the plot is removed together with the card that showed it.
     write_card(tmp_path, dataclasses.replace(CARD_DATA, log_history=()))
     assert [path.name for path in tmp_path.iterdir()] == ["README.md"]
-    # Somebody else's file of that name is neither replaced nor shown nor removed.
+    # A user's file of that name is not replaced, shown or removed.
     (tmp_path / "loss.png").write_text("mine")
     write_card(tmp_path, CARD_DATA)
     assert (tmp_path / "loss.png").read_text() == "mine" and "](loss.png)" not in (tmp_path / "README.md").read_text()
@@ -225,12 +225,12 @@ def test_carried_card_updates_loading_instructions(tmp_path):
     assert outside[0] == outside[1]
     assert (target / "loss.png").read_bytes() == (source / "loss.png").read_bytes()
     check_card(ModelCard.load(target / "README.md"))
-    # Somebody else's is copied, and one that is in the target stays.
+    # A user's card is copied, and an existing card in the target is kept.
     (source / "README.md").write_text("# Theirs\n")
     assert carry_card(source, target, card_data) is None and (target / "README.md").read_text() == "# Theirs\n"
     (source / "README.md").write_text("# Another\n")
     assert carry_card(source, target, card_data) is None and (target / "README.md").read_text() == "# Theirs\n"
-    # Without any a new one is written.
+    # Without a source card, a new one is written.
     (source / "README.md").unlink()
     (target / "README.md").unlink()
     carry_card(source, target, card_data)
@@ -265,7 +265,7 @@ def test_second_conversion_updates_name_and_dtype(tmp_path):
     for words in ("# second\n", "| parameters | 12 |", "| dtype | `half` |"):
         assert words in text
     assert "first" not in text
-    # Metadata that huggingface_hub cannot take: the card is written anew.
+    # If huggingface_hub cannot parse the metadata, a new card is written.
     (source / "README.md").write_text(
         (source / "README.md").read_text().replace("- hf_megatron", "").replace("tags:", "tags: 7")
     )
@@ -299,7 +299,7 @@ def test_local_folder_resolves_to_its_base_model(tmp_path, monkeypatch):
     assert find_base_model("tests/stories") == "tests/stories"
     assert find_base_model(str(folder)) is None
     config = folder / "config.json"
-    # What is not in the cache may be the name of a folder that is gone.
+    # A name outside the cache may be a removed local folder.
     for name, base in (("tests/stories", "tests/stories"), ("tests/gone", None), (str(folder), None), (7, None)):
         config.write_text(json.dumps({"_name_or_path": name}))
         assert find_base_model(str(folder)) == base
@@ -333,7 +333,7 @@ def test_dataset_ids():
 
 @pytest.fixture
 def hub():
-    """A server on this machine with the Hub's check of metadata: it keeps what it is sent and knows two licenses."""
+    """Local server that validates metadata like the Hub: it records requests and accepts two licenses."""
     received = []
 
     class Handler(BaseHTTPRequestHandler):
@@ -361,7 +361,7 @@ def hub():
 
 
 def validate(endpoint, card):
-    """`ModelCard.validate` in an interpreter of its own: this one is offline."""
+    """Runs `ModelCard.validate` in a subprocess, since this process is offline."""
     code = "import sys; from huggingface_hub import ModelCard; ModelCard.load(sys.argv[1]).validate()"
     environment = os.environ | {"HF_ENDPOINT": endpoint, "HF_HUB_OFFLINE": "0", "NO_PROXY": "127.0.0.1"}
     return subprocess.run(

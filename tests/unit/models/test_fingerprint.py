@@ -1,4 +1,4 @@
-"""What a result covers: the parts of a model, the same for a model of any size and its twin."""
+"""Tests of model fingerprints: the same parts for a model of any size and its tiny model."""
 
 import json
 import random
@@ -26,11 +26,11 @@ from hf_megatron.testing.tiny_config import full_config, tiny_config
 from hf_megatron.testing.tolerances import gradient_errors
 
 TP2 = MegatronConfig(tp_size=2)
-# Classes with a passed result over tp, as transformers loads them.
-# Weights that lie whole on a rank may be stored in a way that their parts cannot be read from.
+# Classes with a passed tensor-parallel result, as transformers loads them.
+# Without tensor parallelism, checkpoints may be stored in a format that does not allow reading shards.
 TP_RECORDS = [row for row in verified.records() if row["passed"] and row["layout"] in ("tp", "tp+sp")]
 RECORDED = sorted({(row["model_type"], row["class"]) for row in TP_RECORDS})
-# Older versions of transformers do not know all of them.
+# Older versions of transformers lack some of them.
 RECORDED = [(model_type, name) for model_type, name in RECORDED if hasattr(transformers, name)]
 RECORDED = [case for case in RECORDED if case[0] == getattr(transformers, case[1]).config_class.model_type]
 
@@ -114,11 +114,11 @@ def test_split_layer_fraction():
     assert get_features(build_on_meta(tiny_config(CONFIG_MAPPING["doge"]()), "DogeForCausalLM")).split < 0.5
 
 
-# Layers of other kinds by their place in a block of layers; older versions of transformers do not know it.
+# A model whose layer kinds depend on the position in a block; older versions of transformers lack it.
 BLOCK_LAYER_TYPES = [("inkling2_text", "Inkling2ForCausalLM")] if hasattr(transformers, "Inkling2ForCausalLM") else []
 
 
-# Some of them, others for each version: all take a minute.
+# A subset that varies with the version of transformers: all classes take a minute.
 @pytest.mark.parametrize(
     "model_type, class_name", random.Random(len(RECORDED)).sample(RECORDED, 25) + BLOCK_LAYER_TYPES
 )
@@ -129,7 +129,7 @@ def test_tiny_model_parts_match_the_full_model(model_type, class_name):
     assert tiny_model.features({}).parts == full.features({}).parts
 
 
-# Whose table has further rows, of codebooks.
+# The embedding table has extra codebook entries.
 NEVER_TIED = ("kyutai_speech_to_text",)
 
 

@@ -1,4 +1,4 @@
-"""A plan by structure, on meta models: plans that families state by hand are found, and what does not fit is left."""
+"""Tests of plans inferred from model structure, on meta models, against registered specs."""
 
 import pytest
 import torch
@@ -50,13 +50,13 @@ def test_expert_dict_parents_run_on_full_sequences():
 
 
 def test_norm_over_all_heads_prevents_sharding():
-    """BitNet's attention and MLPs end in norms of the width that would be split."""
+    """BitNet's attention and MLP outputs pass through norms over the dimension to be split."""
     with pytest.raises(PlanError, match="no known structure"):
         inferred_spec(build_on_meta("bitnet"))
 
 
 def test_extra_attention_parameters_prevent_sharding():
-    """DiffLlama's attention has vectors of its own; its MLPs are split."""
+    """DiffLlama's attention has additional vector parameters; its MLPs are split."""
     plan = inferred_spec(build_on_meta("diffllama")).tp.plan
     assert not any("self_attn" in name for name in plan) and plan["model.layers.*.mlp.down_proj"] == "rowwise"
 
@@ -74,7 +74,7 @@ def test_head_counts_read_in_forward_are_local():
 
 
 def test_query_key_and_value_in_one_linear():
-    """As three blocks one below the other, or head by head: what the class's reshape says."""
+    """The class's reshape determines whether the fused weight is three blocks or interleaved by head."""
 
     class PerHead(nn.Module):
         def __init__(self):
@@ -105,7 +105,7 @@ def test_lm_head_other_than_linear_is_not_sharded():
 
 
 def test_heads_are_gathered_for_full_width_reshape():
-    """TrOCR's attention reshapes what its heads made to the width that it has read off its input."""
+    """TrOCR's attention reshapes the head outputs to the width of its input."""
     plan = inferred_spec(build_on_meta("trocr")).tp.plan
     assert plan["model.decoder.layers.*.self_attn.q_proj"] == "colwise_gather_output"
     assert plan["model.decoder.layers.*.self_attn.out_proj"] == "rowwise_split_input"

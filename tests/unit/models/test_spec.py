@@ -1,4 +1,4 @@
-"""A spec's fields are stated by name alone and held in one sub-record for each axis."""
+"""Tests of ModelSpec fields: set by name and stored in one sub-record per parallel axis."""
 
 from dataclasses import fields
 

@@ -1,4 +1,4 @@
-"""A twin whose good draw is known is drawn once."""
+"""Tests of recorded weight draws for tiny models."""
 
 import math
 from types import SimpleNamespace

@@ -1,4 +1,4 @@
-"""What a pipelined model's outputs say of what one stage has."""
+"""Tests of pipelined model outputs that are available on a single stage only."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Where a packed row is cut into microbatches."""
+"""Tests of splitting a packed sequence into microbatches."""
 
 import pytest
 import torch
@@ -37,7 +37,7 @@ def test_flash_arguments_match_the_microbatch():
 def test_borders_need_positions_and_cu_seq_lens():
     ends = torch.tensor([0, 13, 28])
     assert PackedRow.of_call(make_inputs(cu_seq_lens_q=ends, cu_seq_lens_k=ends)).borders == (13,)
-    # The ends of documents whose positions go on are none to attention by positions.
+    # A document end inside continuing positions is not a border for position-based attention.
     continued = make_inputs((13, 15), cu_seq_lens_q=torch.tensor([0, 9, 13, 28]))
     assert PackedRow.of_call(continued).borders == (13,)
 

@@ -1,4 +1,4 @@
-"""Layers shared out over stages, against every partition there is, and estimated costs against counted weights."""
+"""Tests of layer partitioning against exhaustive search, and of estimated layer costs against counted weights."""
 
 import itertools
 import random

@@ -1,4 +1,4 @@
-"""A simulated step against closed forms, steps worked out by hand, and the plan that it plays."""
+"""Tests of the schedule simulator against closed forms, hand-computed steps and schedule plans."""
 
 import json
 from collections import Counter
@@ -60,7 +60,7 @@ def test_unequal_stages_match_hand_computation():
 
 
 def test_send_times_match_hand_computation():
-    """A send keeps the link for 3: the second one waits for the first, and no rank waits for its own send."""
+    """A send occupies the link for 3: the second waits for the first, and no rank blocks on its send."""
     step = simulate("gpipe", 2, 1, 2, [COSTS] * 2, sends=3)
     rows = [[(str(action), start, stop) for _, action, start, stop in row] for row in step.spans]
     assert rows == [
@@ -83,15 +83,15 @@ def test_per_stage_send_times():
 
 
 def test_stages_on_one_rank_send_nothing():
-    """The middle of a V is one rank's two stages."""
+    """The two middle stages of a V-shaped schedule are on one rank."""
     costs = [COSTS] * 8
     step = simulate("zbv", 4, 2, 8, costs)
     assert simulate("zbv", 4, 2, 8, costs, [0, 0, 0, 99, 0, 0, 0]) == step
     assert simulate("zbv", 4, 2, 8, costs, [0, 0, 1, 0, 0, 0, 0]).duration > step.duration
 
 
-# The slow rank waits for its first input and for the rank after its last gradient; besides, with GPipe for its last
-# microbatch to come back, with 1F1B for its first one.
+# The slow rank idles for its first input and after its last gradient. In addition, GPipe waits for its last
+# microbatch to come back, 1F1B for its first one.
 @pytest.mark.parametrize(("name", "idle"), [("gpipe", 1 + 2 + 6), ("1f1b", 1 + 2 + 2)])
 def test_slowest_stage_sets_the_pace(name, idle):
     step = simulate(name, 4, 1, 64, [COSTS, StageCosts(2, 2, 2), COSTS, COSTS])
@@ -118,7 +118,7 @@ def test_every_schedule(sizes):
     busy = sum(span.stop - span.start for row in step.spans for span in row)
     assert sum(step.idle) + busy == pytest.approx(ranks * step.duration)
     assert max(stops.values()) == step.duration
-    # Actions that communicate change nothing.
+    # Communication actions do not change the result.
     assert simulate_orders(rank_actions(*sizes), assign_stage_ranks(*sizes[:3]), costs, 0.25) == step
     assert bubble(*sizes) == pytest.approx(simulate(*sizes, [COSTS] * len(costs)).bubble)
 
@@ -156,7 +156,7 @@ def test_long_steps_are_extrapolated_from_short_ones(sizes):
 
 
 def test_long_step_is_bounded_by_its_busiest_rank():
-    """Stages so unequal that the pipeline fills for longer than what a long step is told by."""
+    """Stages so unequal that filling the pipeline takes longer than the short steps used for extrapolation."""
     forwards = [1.81, 1.51, 0.76, 0.9, 1.55, 1.35, 1.03, 1.05]
     halves = [1.31, 1.7, 1.24, 1.38, 0.8, 1.54, 0.8, 1.21]
     costs = [StageCosts(forward, half, half) for forward, half in zip(forwards, halves, strict=True)]

@@ -1,4 +1,4 @@
-"""Every schedule's plan run by a simulator whose sends and receives block, and idle time against closed formulas."""
+"""Tests of pipeline schedules in a simulator with blocking sends and receives, and of bubbles against formulas."""
 
 import dataclasses
 from collections import Counter
@@ -38,7 +38,7 @@ BACKWARDS = (Kind.BACKWARD, Kind.BACKWARD_INPUT)
 
 
 def iter_sizes(name):
-    """Every (ranks, stages per rank, microbatches) that is tried."""
+    """Yields every tested (ranks, stages per rank, microbatches)."""
     for ranks in (2, 3, 4):
         for stages_per_rank in (1, 2, 3):
             if schedule(name).fixed in (None, stages_per_rank):
@@ -48,10 +48,10 @@ def iter_sizes(name):
 
 
 def simulate(actions, placement, *, forwards=True):
-    """Runs all ranks, each in its order, and returns what was computed.
+    """Runs the actions of all ranks in order and returns a counter of the computations.
 
-    A send waits until the receiving rank has come to the receive that matches it. What an action needs has to be done
-    by the same rank before: nothing else waits.
+    A send blocks until the receiving rank reaches the matching receive. The inputs of an action must be available on
+    the same rank: no other action blocks.
     """
     stages = len(placement)
     following = [0] * len(actions)
@@ -61,7 +61,7 @@ def simulate(actions, placement, *, forwards=True):
         return actions[rank][following[rank]] if following[rank] < len(actions[rank]) else None
 
     def find_match(action):
-        """The send or receive on another rank that belongs to this one, and that rank."""
+        """Returns the peer rank and its matching send or receive."""
         kind, step = (SENDS | RECEIVES)[action.kind]
         return placement[action.stage + step], Action(kind, action.stage + step, action.microbatch)
 
@@ -113,7 +113,7 @@ def simulate(actions, placement, *, forwards=True):
 
 
 def list_full_backwards(stage, microbatch):
-    """The two ways to do a backward."""
+    """Returns the two valid sets of actions for a full backward."""
     split = (Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
     return [{Action(Kind.BACKWARD, stage, microbatch)}, {Action(kind, stage, microbatch) for kind in split}]
 
@@ -184,7 +184,7 @@ def test_simulator_detects_faults(fault):
     elif fault == "forward twice":
         actions[0].append(actions[0][0])
     else:
-        # Rank 1 offers a gradient to rank 0 while rank 0 still offers it an activation.
+        # Rank 1 sends a gradient to rank 0 while rank 0 is still sending it an activation.
         receive, send = find_indices(1, Kind.RECEIVE_FORWARD)[-1], find_indices(1, Kind.SEND_BACKWARD)[-1]
         actions[1].append(actions[1].pop(receive))
         assert send < len(actions[1])

@@ -1,4 +1,4 @@
-"""The time model with the library's constants on published runs: errors as recorded, orders as measured."""
+"""Tests of the calibrated time model on published runs: recorded errors and measured rankings."""
 
 import importlib
 import json
@@ -38,7 +38,7 @@ def test_docs_page_contains_the_table(calibration):
 
 
 def test_linearized_step_matches_the_simulator(calibration):
-    """What the fit uses in place of the simulator is the same at the point where it was made."""
+    """The linearization used by the fit equals the simulator at its expansion point."""
     _, models, rows = calibration.read_rows()
     constants = calibration.committed()
     for row in (row for row in rows if row.layout.pp > 1 and row.layout.vp < 4):

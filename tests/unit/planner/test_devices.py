@@ -1,4 +1,4 @@
-"""Devices: built-in rows, a user's file, what is said of wrong ones, and the machine that runs the tests."""
+"""Tests of devices: built-in entries, user files, error messages and measurement of the local machine."""
 
 import dataclasses
 
@@ -105,7 +105,7 @@ def test_measure_local_device(tmp_path):
     other = measure_device("cpu", like=like, seconds=0.0, is_tiny=True)
     copied_fields = ("memory_gib", "peak_tflops", "link_gb_s", "devices_per_link", "network_gb_s", "memory_tb_s")
     assert all(getattr(other, name) == getattr(like, name) for name in copied_fields)
-    # What was not measured is the other's.
+    # Unmeasured values are copied from `like`.
     assert other.matmul_share["fp8"] == like.matmul_share["fp8"] and other.matmul_share["bf16"] < 0.1
     assert dataclasses.replace(other, name="own").name == "own"
     with pytest.raises(ConfigError, match="device_type = 'tpu': expected cuda .* or cpu"):

@@ -1,4 +1,4 @@
-"""Seconds of a unit's work: limits that can be worked out, and what makes them longer."""
+"""Tests of the time model: analytic limits and monotonicity."""
 
 from dataclasses import replace
 
@@ -28,7 +28,7 @@ def compute(work, efficiency=PUBLISHED, precision="bf16", on=H100):
 
 def test_limits():
     share = H100.matmul_share["bf16"]
-    # Large products reach the device's share, and half of it at the half width.
+    # Large matmuls reach the device's share of the peak; at the half width they reach half of it.
     assert compute(Work({10**9: 1e15})) == pytest.approx(1e15 / (989e12 * share), rel=1e-5)
     half = int(PUBLISHED.half_width["bf16"])
     width = PUBLISHED.half_width["bf16"]
@@ -54,7 +54,7 @@ def test_more_work_takes_longer(efficiency, precision):
         replace(WORK, moved=4e9),
         replace(WORK, kernels=10**5),
         replace(WORK, traffic={**WORK.traffic, "tp": (4, 3e8)}),
-        # The same operations in narrower products.
+        # The same operations in narrower matmuls.
         replace(WORK, matmuls={1024: 4e12, 512: 1e12}),
     ]
     for work in more:

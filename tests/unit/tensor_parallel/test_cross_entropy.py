@@ -1,4 +1,4 @@
-"""The fused head and cross entropy against torch's formula on full logits."""
+"""Tests of the fused linear cross entropy against torch on full logits."""
 
 import pytest
 import torch
@@ -145,7 +145,7 @@ def test_all_ignored_is_nan_or_zero_with_denominator():
 
 
 def test_full_logits_are_never_materialized():
-    """No tensor with as many entries as tokens x vocabulary, and with chunks none of tokens x local vocabulary."""
+    """No tensor has tokens x vocabulary entries, and with chunks none has tokens x local vocabulary."""
 
     class Largest(torch.utils._python_dispatch.TorchDispatchMode):
         size = 0
@@ -172,7 +172,7 @@ def test_full_logits_are_never_materialized():
 
 
 def test_repeated_backward_with_retain_graph():
-    """A split backward comes by twice with the same gradient, a loop with any."""
+    """A split backward runs twice with the same gradient, a training loop with any."""
 
     def on_rank():
         hidden, weight, _, labels = _make_case(17, "all")

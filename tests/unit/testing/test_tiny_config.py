@@ -1,4 +1,4 @@
-"""Tiny configs and the parameters that a check leaves out."""
+"""Tests of tiny configs and of parameters that a check excludes."""
 
 import copy
 import re

@@ -1,4 +1,4 @@
-"""Distributed checkpoints of torch without torch's loaders: all ways in which they are written."""
+"""Tests of reading and writing torch distributed checkpoints without torch's loaders."""
 
 import pytest
 import torch
@@ -38,7 +38,7 @@ def test_check_cover():
     refused(lambda: check_cover("t", (4,), make_boxes(((0,), (3,)), ((2,), (1,)))), "overlap")
     refused(lambda: check_cover("t", (4,), make_boxes(((1,), (4,)))), "exceeds")
     refused(lambda: check_cover("t", (4,), make_boxes(((-1,), (5,)))), "exceeds")
-    # Many that all overlap are not compared pair by pair.
+    # Many mutually overlapping chunks are not compared pairwise, which would take quadratic time.
     refused(lambda: check_cover("t", (40_000, 2), [TensorChunk((at, 0), (20_000, 1)) for at in range(4)]), "overlap")
     many = [TensorChunk((at,), (10_000,)) for at in range(10_000)]
     refused(lambda: check_cover("t", (100_000_000,), many), "overlap")
@@ -104,13 +104,13 @@ def test_reading_one_stacked_layer_skips_the_others(tmp_path, monkeypatch):
     monkeypatch.setattr(DataFile, "read_into", count_reads)
     layer = store.read_box("layers", (5, 0, 0), (1, 64, 96))[0]
     assert torch.equal(layer, stacked[5])
-    # The layer, and the few records of the blob around it.
+    # Only the layer and the few records of its blob are read.
     assert layer.nbytes <= sum(counts) < layer.nbytes + 6000
     counts.clear()
     block = store.read_box("layers", (5, 10, 0), (1, 20, 96))[0]
     assert torch.equal(block, stacked[5, 10:30])
     assert sum(counts) < block.nbytes + 6000
-    # Columns come with what lies between them, within one row of the layer.
+    # Columns are read together with the bytes between them, but not beyond the layer.
     counts.clear()
     columns = store.read_box("layers", (5, 0, 7), (1, 64, 3))[0]
     assert torch.equal(columns, stacked[5, :, 7:10])

@@ -1,4 +1,4 @@
-"""Damaged and hostile distributed checkpoints: each is refused with the file and the tensor, and nothing runs."""
+"""Tests that damaged and hostile distributed checkpoints are rejected by file and tensor and run no code."""
 
 import os
 import pickle
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 @pytest.fixture
 def damaged(tmp_path):
-    """Rewrites the metadata of a small store, and says how it is refused."""
+    """Function that edits the metadata of a small store and checks how it is rejected."""
     folder = save(tmp_path / "store", {"w": some((4, 6)), "v": some((3,))})
 
     def change(edit, *needles):
@@ -166,7 +166,7 @@ def test_pickle_bombs_and_damaged_files_are_rejected(damaged, tmp_path):
 
 
 def test_tensor_properties_from_older_torch(tmp_path):
-    """They keep a table of attributes where newer ones have a tuple."""
+    """Older files pickle the attributes as a dict, newer ones as a tuple."""
     folder = save(tmp_path / "s", {"w": some((4, 6))})
     path = folder / ".metadata"
     metadata = pickle.loads(path.read_bytes())
@@ -177,14 +177,14 @@ def test_tensor_properties_from_older_torch(tmp_path):
                 return TensorProperties, (), {"dtype": value.dtype, "requires_grad": False}
             return NotImplemented
 
-    # Without the class's own way of setting its state the file cannot be read by torch, but it is what such files have.
+    # torch cannot read this file without the class's `__setstate__`, but older files have this form.
     with open(path, "wb") as file:
         Pickler(file).dump(metadata)
     assert torch.equal(StoreReader(folder).read("w"), some((4, 6)))
 
 
 def test_too_many_tensors_are_rejected(tmp_path):
-    """Each was looked at, which took half a minute."""
+    """The number of tensors is checked before each is examined, which would take half a minute."""
     limit = 1000
     folder = tmp_path / "store"
     save(folder, {f"t{index}": torch.zeros(()) for index in range(limit + 1)})

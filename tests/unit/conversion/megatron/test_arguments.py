@@ -1,4 +1,4 @@
-"""Arguments of Megatron that change the computation and no shape, against what a config means."""
+"""Tests of Megatron arguments that change the computation but no shape, against the Hugging Face config."""
 
 import ast
 import importlib.metadata
@@ -84,8 +84,8 @@ DIFFERENT_VALUES = {
     "deepseek_v3": {"moe_router_group_topk": 1, "rope_type": "yarn"},
     "gpt_oss": {"softmax_type": "vanilla", "position_embedding_type": "rope", "window_attn_skip_freq": 3},
 }
-# What else TransformerConfig has: sizes that shapes show, how fast, how exact and on how many ranks it is computed,
-# what is random in training, and how it starts. Scores are divided by the layer's number and multiplied again.
+# Fields of TransformerConfig that need no comparison: sizes visible in shapes, performance, precision, parallelism,
+# randomness in training and initialization. Query-key layer scaling divides and multiplies by the layer number.
 UNCOMPARED_FIELDS = re.compile(
     r"num_layers_in_|account_for_|pipeline_|mtp_|hidden_dropout|attention_dropout|fp32_residual|fp8|fp4"
     r"|recompute_|init_method|output_layer_init|embedding_init|init_model|cuda_graph|enable_cuda"
@@ -126,7 +126,7 @@ def test_stored_arguments_match_config(case):
     config = config_of(case)
     stored, expected = get_family(config).arguments(config), get_meaning(case)
     check_arguments(stored, expected, "here")
-    # What Megatron-LM stores of arguments that nobody gave.
+    # Values that Megatron-LM stores for unset arguments.
     check_arguments(
         {"rope_scaling_factor": 8.0, "moe_router_topk": 2} | dict.fromkeys(expected) | stored, expected, "here"
     )
@@ -193,7 +193,7 @@ def test_rope_scaling_uses_megatron_argument_names():
 
 
 def read_megatron_core_fields() -> dict[str, ast.expr | None]:
-    """The fields of its TransformerConfig and what their defaults read."""
+    """Returns the fields of Megatron-Core's TransformerConfig with the expressions of their defaults."""
     files = importlib.metadata.files("megatron-core") or []
     path = next(file.locate() for file in files if str(file).endswith("core/transformer/transformer_config.py"))
     classes = [node for node in ast.parse(path.read_text("utf-8")).body if isinstance(node, ast.ClassDef)]
@@ -202,7 +202,7 @@ def read_megatron_core_fields() -> dict[str, ast.expr | None]:
 
 
 def test_table_covers_all_transformer_config_fields():
-    """A field of its config is compared, or listed here with the reason why it need not be."""
+    """Every TransformerConfig field is either compared or listed in `UNCOMPARED_FIELDS`."""
     fields = read_megatron_core_fields().keys()
     compared = NEUTRAL.keys() | OTHER_NAMES.keys() | set().union(*(get_meaning(case) for case in FAMILIES))
     unknown = {name for name in fields - compared if not UNCOMPARED_FIELDS.match(name)}
@@ -211,7 +211,7 @@ def test_table_covers_all_transformer_config_fields():
 
 @pytest.mark.parametrize("case", FAMILIES)
 def test_transformer_config_defaults_are_accepted(case):
-    """What a run did not set stands in its arguments at the default."""
+    """The saved arguments of a run contain unset fields at their defaults."""
     fields = read_megatron_core_fields()
     defaults = {name: value.value for name, value in fields.items() if isinstance(value, ast.Constant)}
     assert len(defaults) > 80 and NEUTRAL.keys() & defaults.keys()

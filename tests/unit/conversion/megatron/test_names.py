@@ -1,4 +1,4 @@
-"""Megatron-Core's names of tensors: splits, other names, experts."""
+"""Tests of Megatron-Core tensor names: tensor-parallel splits, alternative names and experts."""
 
 import pytest
 import torch
@@ -73,7 +73,7 @@ IN_LAYER = {
     "mixer.norm.weight": RankSplit(0),
     "mixer.out_proj.weight": RankSplit(1),
 }
-# Inside a linear, on its own.
+# Norm fused into a linear -> separate norm.
 NORMS = {
     "self_attention.linear_qkv.layer_norm_": "input_layernorm.",
     "mlp.linear_fc1.layer_norm_": "pre_mlp_layernorm.",

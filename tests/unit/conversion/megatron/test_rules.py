@@ -1,4 +1,4 @@
-"""Rules between the names of a model and those of Megatron: complete, reversible, and as others write them."""
+"""Tests of the conversion rules to Megatron: completeness, reversibility and equality with Megatron-Bridge."""
 
 import json
 import re
@@ -45,7 +45,7 @@ def test_every_tensor_has_one_rule(case):
     megatron = [name for rule in rules for name in rule.megatron]
     assert len(set(megatron)) == len(megatron)
     for name in megatron:
-        # The legacy layout has to know how it is split.
+        # The legacy layout requires the tensor-parallel split of every name.
         tensor_parallel_split(name)
         assert not set(spellings(name)) & set(megatron)
 
@@ -64,7 +64,7 @@ def test_rules_are_reversible_and_work_on_meta(case):
 
 @pytest.mark.parametrize("case", {**FAMILIES, **MULTIMODAL})
 def test_tiny_model_tensors_are_distinct(case):
-    """No two tensors of a twin that have the same shape are equal: the comparisons of conversions can fail."""
+    """Tensors of equal shape differ in a tiny model, so that conversion tests detect swapped tensors."""
     tensors = list(tiny_model(case).state_dict().items())
     by_shape: dict[tuple, list] = {}
     for name, tensor in tensors:
@@ -75,7 +75,7 @@ def test_tiny_model_tensors_are_distinct(case):
 
 
 def get_sizes(config) -> dict[str, int]:
-    """What the letters of the table stand for."""
+    """Returns the sizes for the letters in the table of expected shapes."""
     text, vision = config.get_text_config(), getattr(config, "vision_config", None)
     head = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     sizes = {
@@ -109,13 +109,13 @@ def get_sizes(config) -> dict[str, int]:
 
 
 def strip_layer_numbers(name: str) -> str:
-    """The name of a tensor, with stars for the numbers of layers; of experts the name that one has on a rank."""
+    """Returns the tensor name with stars for layer numbers; expert tensors get their local name."""
     name = re.sub(r"(layers|blocks|deepstack_merger_list)\.\d+", r"\1.*", name)
     return re.sub(r"\.experts\.experts\.(linear_fc\d)\.weight", r".experts.\1.weight*", name)
 
 
 def get_expected_tensors(case: str, state: dict) -> dict[str, tuple]:
-    """The table's tensors, with those that it names by `**`."""
+    """Returns the tensors of the table with `**` wildcards expanded."""
     config = config_of(case)
     sizes, expected = get_sizes(config), {}
     for name, entry in TABLE[config.model_type]["tensors"].items():
@@ -148,7 +148,7 @@ def test_names_and_shapes_match_megatron_bridge(case):
 
 
 def test_table_covers_all_tensors_and_wildcards_match():
-    """A table that says less would compare less."""
+    """An incomplete table would weaken the comparison."""
     for case in MULTIMODAL:
         state, config = tiny_model(case).state_dict(), config_of(case)
         for name, entry in TABLE[config.model_type]["tensors"].items():
@@ -160,7 +160,7 @@ def test_table_covers_all_tensors_and_wildcards_match():
 
 
 def test_vision_encoder_qkv_is_grouped_by_head():
-    """By hand: two heads of a width of one, all queries before all keys before all values in transformers."""
+    """Expected by hand for two heads of width 1; transformers stores all queries, then keys, then values."""
     values = torch.arange(6.0)
     assert packed_qkv(2, 2).to_megatron([values])[0].tolist() == [0, 2, 4, 1, 3, 5]
     assert packed_qkv(4, 2).to_megatron([torch.arange(12.0)])[0].tolist() == [0, 1, 4, 5, 8, 9, 2, 3, 6, 7, 10, 11]
@@ -189,7 +189,7 @@ def test_only_megatron_vision_encoders_are_split(name, split):
 
 
 def test_parallel_residual_keeps_names():
-    """megatron-core loads the names of the sequential GPT-NeoX; the other has the same tensors."""
+    """megatron-core uses the names of the sequential GPT-NeoX, whose tensors are the same."""
     assert list_rules("gpt_neox_parallel") == list_rules("gpt_neox")
 
 

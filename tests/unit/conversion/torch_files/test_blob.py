@@ -1,4 +1,4 @@
-"""Zip files of torch.save inside of other files: written as torch does, read in part, and refused when hostile."""
+"""Tests of torch.save archives inside other files: writing, partial reads and rejection of hostile archives."""
 
 import io
 import os
@@ -39,7 +39,7 @@ def test_blobs_match_torch_save(tmp_path, dtype):
             loaded = torch.load(io.BytesIO(blob_bytes), weights_only=True)
             assert loaded.dtype == dtype
             assert torch.equal(loaded, tensor)
-            # The data has no checksum.
+            # Tensor data is written without a checksum.
             assert zipfile.ZipFile(io.BytesIO(blob_bytes)).testzip() in ("archive/data/0", None)
             blob = Blob(opened, offset, length)
             assert torch.equal(blob.read(blob.tensor()), tensor)
@@ -65,7 +65,7 @@ def test_read_boxes_from_any_view(tmp_path):
             out = torch.empty(lengths)
             blob.read_into(blob.tensor(), starts, out)
             assert torch.equal(out, view[box])
-            # Into a part of something larger.
+            # Reads into a view of a larger tensor.
             frame = torch.zeros([length + 1 for length in lengths])
             target = frame[tuple(slice(1, None) for _ in lengths)]
             blob.read_into(blob.tensor(), starts, target)
@@ -121,7 +121,7 @@ def test_hostile_blobs_are_rejected(tmp_path):
         pickled = pickled or archive.read(next(name for name in archive.namelist() if name.endswith("data.pkl")))
     sixteen, four = b"K\x10", b"K\x04K\x04\x86"
     assert pickled.count(sixteen) == 1
-    # A storage, a shape and strides that claim more than there is.
+    # Storage size, shape and strides exceed the stored data.
     rezip(good, bad, data_pkl=pickled.replace(sixteen, b"J\xff\xff\xff\x7f"))
     refused(lambda: read_blob(bad), str(bad), "64 bytes")
     for shape in (
@@ -134,7 +134,7 @@ def test_hostile_blobs_are_rejected(tmp_path):
         refused(lambda: read_blob(bad), str(bad), "damaged")
     rezip(good, bad, data_pkl=pickled.replace(b"K\x04K\x01\x86", b"K\x00K\x00\x86"))
     assert read_blob(bad).shape == (4, 4)
-    # A shape of which every entry is the same one is not worth the memory it claims.
+    # An expanded shape with zero strides would allocate memory for copies of one entry.
     huge = pickled.replace(four, b"J\x00\x00\x00\x40J\x00\x00\x00\x40\x86", 1).replace(
         b"K\x04K\x01\x86", b"K\x00K\x00\x86"
     )
@@ -144,7 +144,7 @@ def test_hostile_blobs_are_rejected(tmp_path):
     for end in range(0, len(data), 7):
         bad.write_bytes(data[:end])
         refused(lambda: read_blob(bad), str(bad))
-    # The directory leads elsewhere: a wrong size, a wrong place.
+    # Wrong sizes and offsets in the central directory.
     start = data.index(b"PK\1\2")
     for field in (24, 42):
         for value in (1, 1000, 0x7FFFFFFF):
@@ -164,7 +164,7 @@ def test_hostile_blobs_are_rejected(tmp_path):
 
 
 def read_directory_offsets(path: Path) -> dict[str, int]:
-    """Where the directory says what of each record."""
+    """Returns the offset of each record's entry in the central directory."""
     with zipfile.ZipFile(path) as archive:
         position, offsets = archive.start_dir, {}
         for info in archive.infolist():
@@ -181,7 +181,7 @@ def write_patched_copy(source: Path, target: Path, changes: dict[int, bytes]) ->
 
 
 def test_overlapping_records_are_rejected(tmp_path):
-    """Every record holds all of those behind it: a file of a megabyte that says it has a gigabyte."""
+    """Each record contains all following ones, so that a 1 MB file could declare 1 GB."""
     good, bad = tmp_path / "good", tmp_path / "bad"
     torch.save({"a": torch.zeros(64), "b": torch.zeros(64)}, good)
     offsets = read_directory_offsets(good)
@@ -195,7 +195,7 @@ def test_overlapping_records_are_rejected(tmp_path):
 
 
 def test_tensors_larger_than_their_storage_are_rejected(tmp_path):
-    """Memory was taken for what the pickle says, before the record was looked at."""
+    """The record size is checked before memory is allocated for the size in the pickle."""
     good, bad = tmp_path / "good", tmp_path / "bad"
     torch.save(some((4, 4)), good)
     with zipfile.ZipFile(good) as archive:
@@ -227,7 +227,7 @@ def test_directory_with_too_many_records_is_rejected(tmp_path, monkeypatch):
 
 
 def test_checksum_mismatch_is_rejected(tmp_path):
-    """A flipped bit in a pickle can lead to another tensor, a name or a shape that fits as well."""
+    """A flipped bit in a pickle can yield another valid tensor, name or shape."""
     good, bad = tmp_path / "good", tmp_path / "bad"
     torch.save({"first": torch.zeros(3), "second": torch.ones(3)}, good)
     offset = good.read_bytes().index(b"first")
@@ -248,10 +248,10 @@ def test_split_archives_and_bad_entries_are_rejected(tmp_path):
     for offset in (4, 6):
         write_patched_copy(good, bad, {good.stat().st_size - 22 + offset: b"\1"})
         refused(lambda: read_saved(bad), str(bad), "is a fragment of a split archive")
-    # The last entry's name, longer than its directory.
+    # The name of the last entry is longer than the directory.
     write_patched_copy(good, bad, {max(read_directory_offsets(good).values()) + 28: b"\xff"})
     refused(lambda: read_saved(bad), str(bad), "does not end after its last entry")
-    # What the directory says of a single record: where it lies, its flags and its disk.
+    # Fields of a single directory entry: offset, flags and disk number.
     offset = read_directory_offsets(good)["version"]
     write_patched_copy(good, bad, {offset + 45: b"\x40"})
     refused(lambda: read_saved(bad), str(bad), "version is outside the archive")
@@ -263,7 +263,7 @@ def test_split_archives_and_bad_entries_are_rejected(tmp_path):
 
 
 def test_concatenated_archives_are_rejected(tmp_path):
-    """A place whose length covers the next one too: torch reads the first of them, `zipfile` the last."""
+    """Of two concatenated archives, torch reads the first and `zipfile` the last."""
     archives = []
     for value in (1.0, 2.0):
         buffer = io.BytesIO()

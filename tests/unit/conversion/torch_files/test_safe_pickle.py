@@ -1,4 +1,4 @@
-"""Pickles are looked at, never run: what they may hold, and everything hostile they may try."""
+"""Tests of the pickle reader that runs no code: supported values and rejection of hostile pickles."""
 
 import argparse
 import collections
@@ -29,7 +29,7 @@ VALUES = [
 
 
 def system(command: str) -> object:
-    """An object whose pickle runs a command."""
+    """Returns an object whose pickle runs a command."""
 
     class Bomb:
         def __reduce__(self):
@@ -103,7 +103,7 @@ def test_records_are_not_called_and_prefixes_are_literal(tmp_path):
     check_rejected(b"\x80\x02cmegatron\nx\n)R)R.")
     check_rejected(b"\x80\x02cmegatronx.y\nz\n)R.", "megatronx.y.z")
     check_rejected(b"\x80\x02)\x81.")
-    # Attributes are set on records alone.
+    # Attributes may only be set on records.
     check_rejected(b"\x80\x02]}b.")
     check_rejected(b"\x80\x02cargparse\nNamespace\n}b.")
 
@@ -115,7 +115,7 @@ def pickle_text(value: str) -> bytes:
 GETATTR = b"cbuiltins\ngetattr\n"
 SHAPE = b"cenums\nShape\n"
 ROUND = pickle_text("ROUND")
-# What an enumeration's member may be asked for by, or what may be asked for one, if it were read.
+# Calls of getattr other than reading a public enum member by name.
 INVALID_GETATTRS = {
     "of_a_class_that_is_no_enumeration": GETATTR + b"cargparse\nNamespace\n" + ROUND + b"\x86R.",
     "of_a_container": GETATTR + b"ccollections\nOrderedDict\n" + ROUND + b"\x86R.",
@@ -152,7 +152,7 @@ def test_enum_members_from_all_pickle_forms():
     for data, argument in ((by_value, 1), (by_name, "ROUND"), (stacked, "ROUND")):
         record = unpickle(data, "here", names)
         assert (type(record), record.kind, record.arguments) == (Record, "enums.Shape", (argument,))
-    # Of names that begin as agreed it is not known which are enumerations.
+    # Names accepted by prefix may be enums.
     record = unpickle(by_name, "here", {}, prefixes=("enums.",))
     assert (record.kind, record.arguments) == ("enums.Shape", ("ROUND",))
 
@@ -186,12 +186,12 @@ def test_signals_from_all_pickle_forms():
         (b"\x80\x07N.", "protocol 7"),
         (b"(S'text'\ni.", "operation"),
         (b"\x80\x04\x95" + b"\xff" * 8 + b"N.", "truncated"),
-        # Claims of lengths that are not there.
+        # Lengths beyond the end of the data.
         (b"\x80\x04\x8e" + struct.pack("<Q", 1 << 62) + b"x.", "truncated"),
         (b"\x80\x05\x96" + struct.pack("<Q", 1 << 40) + b"x.", "truncated"),
         (b"\x80\x04\x8d" + struct.pack("<Q", 1 << 40) + b"x.", "truncated"),
         (b"\x80\x02\x8b" + struct.pack("<I", 1 << 31) + b"x.", "truncated"),
-        # Places of the memo and the stack that do not exist.
+        # Missing entries of the memo and the stack.
         (b"\x80\x02h\x05.", "damaged"),
         (b"\x80\x04\x94.", "damaged"),
         (b"\x80\x02a.", "damaged"),
@@ -202,7 +202,7 @@ def test_signals_from_all_pickle_forms():
         (b"\x80\x02}](NNeNs.", "key"),
         (b"\x80\x02NQ.", "persistent"),
         (b"\x80\x02P1\n.", "operation"),
-        # Extension codes and buffers beside the pickle.
+        # Extension codes and out-of-band buffers.
         (b"\x80\x02\x82\x01.", "operation"),
         (b"\x80\x05\x97.", "operation"),
     ],
@@ -216,7 +216,7 @@ def test_large_memo_index_takes_no_memory():
 
 
 def test_exponential_hash_keys_are_rejected():
-    # ((), ()) of the one before, again and again, as a key of a table and in a set.
+    # Repeated pairs of the previous tuple, as a dict key and in sets.
     doubled = b")q\x00" + b"0h\x00h\x00\x86q\x00" * 200
     check_rejected(b"\x80\x02}" + doubled + b"Ns.", "key")
     check_rejected(b"\x80\x04\x8f(" + doubled + b"\x90.", "key")
@@ -227,11 +227,11 @@ def test_exponentially_shared_objects_are_rejected():
     message = "repeats shared objects"
     doubled = b"]q\x00" + b"0]q\x010h\x01h\x00ah\x00aq\x00" * 60
     check_rejected(b"\x80\x02" + doubled + b".", message)
-    # Records that get their states when all of them are in the memo.
+    # Records whose states are set after all of them are in the memo.
     records = b"".join(b"cargparse\nNamespace\n)\x81q%c0" % index for index in range(60))
     states = b"".join(b"h%ch%ch%c\x86b0" % (index, index - 1, index - 1) for index in range(1, 60))
     check_rejected(b"\x80\x02" + records + b"h\x3b" + states + b".", message)
-    # A long text.
+    # A long string, repeated by reference.
     check_rejected(
         b"\x80\x02]X" + struct.pack("<I", 1 << 20) + b"x" * (1 << 20) + b"q\x00a(" + b"h\x00" * 100 + b"e.", "larger"
     )
@@ -282,7 +282,7 @@ def test_corrupted_pickles_load_or_raise_checkpoint_error(tmp_path):
 
 
 def test_bombs_run_under_plain_pickle(tmp_path):
-    """The bombs of these tests are live."""
+    """Confirms that the bombs of these tests run code."""
     canary = tmp_path / "canary"
     bomb = tmp_path / "bomb"
     bomb.write_bytes(pickle.dumps(system(f"touch {canary}")))

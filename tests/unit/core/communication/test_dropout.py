@@ -1,4 +1,4 @@
-"""Dropout masks: equal where the activation is replicated, different where it is sharded, identical in recompute."""
+"""Tests of dropout masks: equal on replicated activations, different on sharded ones, identical in recompute."""
 
 import pytest
 import torch
@@ -11,13 +11,13 @@ from hf_megatron.core.communication.rng import StreamOfPart
 from hf_megatron.core.fork_harness import run_ranks
 from hf_megatron.models.verification_gate import ConfigUnderTest
 
-# The calls of two layers: attention map, attention output, MLP output; the embedding's comes first.
+# Dropout calls of two layers: embedding first, then attention map, attention output and MLP output per layer.
 FORWARD = ["embedding", "map 0", "attention 0", "mlp 0", "map 1", "attention 1", "mlp 1"]
 RECOMPUTED = ["map 1", "attention 1", "mlp 1", "map 0", "attention 0", "mlp 0"]
 
 
 def collect_dropout_masks(path, sequence_parallel, checkpointing, seed_by_rank):
-    """The zeroed entries of every dropout's output, in the order of calls."""
+    """Returns the zeroed entries of every dropout output, in call order."""
     model = AutoModelForCausalLM.from_pretrained(
         path,
         megatron_config=ConfigUnderTest(tp_size=2, sequence_parallel=sequence_parallel),
@@ -57,7 +57,7 @@ def test_tensor_parallel(gpt2, seed_by_rank):
     first, second = run_ranks(collect_dropout_masks, 2, gpt2, False, False, seed_by_rank)
     for (name, mask), (_, other) in zip(first, second, strict=True):
         assert mask.any() and not mask.all()
-        # The attention maps are split by heads, everything else is on every rank.
+        # Attention maps are split by heads; all other activations are replicated.
         assert torch.equal(mask, other) == ("map" not in name), name
 
 
@@ -76,7 +76,7 @@ def test_recompute_draws_the_same_masks(gpt2, sequence_parallel):
 
 
 def test_masks_differ_without_rng_state_restore():
-    """Without a restored state a recomputed mask differs: the comparison above is not vacuous."""
+    """Without a restored RNG state the recomputed mask differs, so the comparison above can fail."""
     dropout, zero_masks = nn.Dropout(0.5), []
     dropout.register_forward_hook(lambda m, a, output: zero_masks.append(output == 0))
     x = torch.ones(64, requires_grad=True)
@@ -98,7 +98,7 @@ def test_model_without_dropout_leaves_rng_unchanged(stories):
 
 
 def test_rank_local_rng_restores_shared_state():
-    """Tokens of different ranks have masks of their own; what follows is drawn from one stream again."""
+    """Each rank draws local masks for its tokens, then continues from the shared RNG state."""
     results = []
     for rank, draws in ((0, True), (1, True), (0, False)):
         torch.manual_seed(5)

@@ -1,4 +1,4 @@
-"""Folders that are complete or absent, and writers beside one another in one folder."""
+"""Tests of atomic folder writes: all-or-nothing publication and concurrent writers in one parent folder."""
 
 import os
 import signal
@@ -23,7 +23,7 @@ def list_names(folder):
 
 
 def kill_writer(target):
-    """A writer of the target that was killed before it could clean up."""
+    """Runs a writer of `target` that is killed before it can clean up."""
     child = os.fork()
     if not child:
         stage = StagedFolder(target)
@@ -105,7 +105,7 @@ def test_inaccessible_folder_from_another_user_is_kept(tmp_path, monkeypatch):
 
 
 def test_removed_lock_file_is_recreated(tmp_path, monkeypatch):
-    """Between the making and the locking of the file, another writer removes it."""
+    """Another writer removes the lock file after its creation and before it is locked."""
     import fcntl
 
     lock, calls = fcntl.flock, []

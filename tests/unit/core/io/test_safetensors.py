@@ -1,4 +1,4 @@
-"""The one writer of safetensors files, read back by the safetensors package, and what it refuses."""
+"""Tests of the safetensors writer and readers against the safetensors package, and of rejected files."""
 
 import json
 
@@ -111,7 +111,7 @@ def test_wrong_header_length_is_rejected(by, tmp_path):
         read_header(path)
 
 
-# Nobody has the four bytes between them.
+# No tensor owns the four bytes between them.
 DATA_OFFSETS = {"a": [0, 4], "b": [8, 12]}
 
 

@@ -1,4 +1,4 @@
-"""Every key accelerate's launcher exports is honoured or refused by name, and HF_MEGATRON_* sets every field."""
+"""Tests of accelerate's launcher keys, each honored or rejected by name, and of the HF_MEGATRON_* variables."""
 
 import dataclasses
 import re
@@ -27,7 +27,7 @@ def block(**keys):
 
 
 def export_keys(**keys):
-    """What `accelerate launch` exports for a `megatron_lm_config` with these keys."""
+    """Returns the environment that `accelerate launch` exports for a `megatron_lm_config` with these keys."""
     parser = launch_command_parser()
     args = parser.parse_args(["--use_megatron_lm", "--num_processes", "2", "--num_machines", "1", "script.py"])
     args.mixed_precision, args.dynamo_backend, args.num_cpu_threads_per_process = "no", "no", 1
@@ -42,7 +42,7 @@ def export_keys(**keys):
 def test_table_has_every_exported_launcher_key():
     everything = export_keys(**dict.fromkeys(LAUNCH_KEYS, 1))
     assert {name[len(PREFIX) :].lower() for name in everything if name.startswith(PREFIX)} == set(LAUNCH_KEYS)
-    # And the launcher's source and the plugin's name no other.
+    # The source of the launcher and of the plugin contains no other key.
     package = Path(accelerate.__file__).parent / "utils"
     for file in ("launch.py", "dataclasses.py"):
         text = (package / file).read_text(encoding="utf-8")
@@ -63,7 +63,7 @@ def test_default_launcher_environment_is_accepted():
 
 
 def test_accelerate_config_answers_are_honored():
-    """The answers `accelerate config` suggests, with tp 2."""
+    """Uses the answers that `accelerate config` suggests, with tp_degree 2."""
     environment = export_keys(
         tp_degree=2,
         sequence_parallelism=True,
@@ -211,7 +211,7 @@ def test_every_field_can_be_set_by_a_variable():
         "seed": -7,
         "timeout": 60.5,
     }
-    # A field added later has no value here; it is read by its type all the same.
+    # Fields without a value here are parsed by their type as well.
     assert set(values) <= {field.name for field in dataclasses.fields(MegatronConfig)}
     environment = {f"HF_MEGATRON_{name.upper()}": str(value) for name, value in values.items()}
     assert config_from_environment(environment) == MegatronConfig(**values)

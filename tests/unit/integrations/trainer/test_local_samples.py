@@ -1,4 +1,4 @@
-"""A rank's rows of the batch of all ranks: images go with the rows that they were collated with."""
+"""Tests of slicing a rank's local samples, with their images, from the global batch."""
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ IMAGES = [1, 0, 2, 1]
 
 
 def collate(rows):
-    """Pads text and stacks all images of a batch, as recipes for models of images do."""
+    """Pads text and stacks all images of a batch, as collators of vision-language recipes do."""
     width = max(rows) + 1
     batch = {"input_ids": torch.tensor([[sample] * (sample + 1) + [9] * (width - sample - 1) for sample in rows])}
     images = [sample * 10 + image for sample in rows for image in range(IMAGES[sample])]
@@ -20,7 +20,7 @@ def collate(rows):
 def test_samples_keep_their_images(rank, images):
     batch = _OwnRows(collate, rank, 2)(range(4))
     assert batch["pixel_values"].tolist() == images
-    # As wide as the widest row of all ranks.
+    # Padded to the longest sample of all ranks.
     assert batch["input_ids"].shape == (2, 4) and batch["input_ids"][:, 0].tolist() == [2 * rank, 2 * rank + 1]
 
 
@@ -39,7 +39,7 @@ def test_image_count_does_not_set_batch_size():
 
 
 def test_images_without_text_are_samples():
-    """Of collators that mix images and classes, both are what was drawn for the batch of all ranks."""
+    """A collator that mixes images and labels (mixup) is called once, on the global batch."""
     calls = []
 
     def mix(rows):

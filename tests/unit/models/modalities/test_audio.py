@@ -1,4 +1,4 @@
-"""Sounds go with the rows in which their placeholders stand."""
+"""Tests that audio clips follow the samples that contain their placeholders."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ from hf_megatron.models.modalities.sample_index import multimodal_samples
 from hf_megatron.pipeline_parallel.microbatches import split
 
 AUDIO, IMAGE = 9, 8
-# A clip of two tokens, then one of three and one of two with nothing in between, then none.
+# Sample 0: a clip of two tokens. Sample 1: adjacent clips of three and two tokens. Sample 2: no clip.
 INPUT_IDS = [
     [1, AUDIO, AUDIO, 2, 3, 4, 5],
     [1, AUDIO, AUDIO, AUDIO, AUDIO, AUDIO, 2],

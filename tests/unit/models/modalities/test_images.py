@@ -1,4 +1,4 @@
-"""Images go with the rows in which their placeholders stand."""
+"""Tests that images follow the samples that contain their placeholders."""
 
 import pytest
 import torch
@@ -46,7 +46,7 @@ def test_patches_with_several_image_sizes():
 
 
 def test_pooled_patch_indices_are_relative_to_the_sample():
-    # Four patches a crop; image, then two, the first of them of two crops.
+    # Four patches per crop. Sample 0 has one image; sample 1 has two, the first with two crops.
     pooled = torch.tensor([[0, 1], [2, -1], [4, 5], [8, 11], [12, -1]])
     batch = {
         "input_ids": torch.tensor([[1, IMAGE, 2, IMAGE], [IMAGE, IMAGE, 1, IMAGE], [1, 2, 3, 4]]),
@@ -121,7 +121,7 @@ def test_images_without_placeholders_are_rejected():
 
 
 def test_padded_per_sample_images_stay_with_samples():
-    """As many columns of images as the fullest row has, the others being empty."""
+    """Images are padded to the largest number of images per sample."""
     pixels = torch.arange(6.0).view(3, 2, 1, 1, 1)
     masks = torch.arange(6).view(3, 2)
     batch = {"input_ids": torch.tensor(INPUT_IDS), "pixel_values": pixels, "pixel_attention_mask": masks}
@@ -166,7 +166,7 @@ def test_stages_without_vision_encoder_get_only_positions():
 
 @pytest.mark.parametrize("name", ["pixel_values_videos", "video_grid_thw", "input_features", "image_pixel_values"])
 def test_pipelines_reject_videos_and_audio(name):
-    """With an entry for each row, too: nothing says that it is that row's."""
+    """Rejected even with one entry per sample, because nothing ties an entry to its sample."""
     with pytest.raises(UnsupportedError, match=f"{name}: a pipeline cannot split it"):
         split({"input_ids": torch.ones(4, 6, dtype=torch.long), name: torch.ones(4, 3)}, 2)
 

@@ -1,4 +1,4 @@
-"""Videos go with the rows in which their placeholders stand."""
+"""Tests that videos follow the samples that contain their placeholders."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ from hf_megatron.models.modalities.videos import rows_with_videos
 from hf_megatron.pipeline_parallel.microbatches import split
 
 IMAGE, VIDEO = 9, 8
-# An image and a video, then two videos, the second one frame by frame, then none.
+# Sample 0: an image and a video. Sample 1: two videos, the second frame by frame. Sample 2: text only.
 INPUT_IDS = [
     [1, IMAGE, 2, VIDEO, VIDEO, 3, 4, 5, 6],
     [VIDEO, VIDEO, 1, VIDEO, 2, VIDEO, 3, 4, 5],
