@@ -51,7 +51,7 @@ def slice_shard(name, placement, axes):
 
 
 def pieces(tp, dp, rank):
-    """Yields the chunks of `rank` in a tp x dp grid; dp splits each flattened shard unevenly, like a sharded optimizer."""
+    """Yields the chunks of `rank` in a tp x dp grid; dp splits each shard unevenly, as a sharded optimizer does."""
     axes = Axes.from_sizes(rank, tp=tp, dp=dp)
     for name, (shape, _, placement) in TENSORS.items():
         if any(tp % split.copies for split in placement.splits):
