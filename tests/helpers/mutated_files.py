@@ -30,8 +30,8 @@ from torch import Tensor
 from hf_megatron import MegatronError
 from hf_megatron.conversion import convert
 from hf_megatron.model_cards import MARKER
-from tests.helpers.mutated_sources import SourceCheckpoint, Tensors, make_checkpoints, tensors_equal, read_converted
-from tests.helpers.mutations import change_tree, truncate, flip_bits, move_bytes, list_format_mutations, insert_bytes
+from tests.helpers.mutated_sources import SourceCheckpoint, Tensors, make_checkpoints, read_converted, tensors_equal
+from tests.helpers.mutations import change_tree, flip_bits, insert_bytes, list_format_mutations, move_bytes, truncate
 
 SECONDS, BYTES = 20.0, 2 << 30
 RECORD = "conversion.json"

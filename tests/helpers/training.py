@@ -22,7 +22,7 @@ from hf_megatron.parallelize import parallel_state
 from hf_megatron.testing.measure import Measurement, _full
 from hf_megatron.testing.tolerances import judge
 from tests.helpers import dp_training
-from tests.helpers.dp_training import shard_batch, count_ranks, restore_parameters, clone_parameters
+from tests.helpers.dp_training import clone_parameters, count_ranks, restore_parameters, shard_batch
 
 LAYOUTS = ["tp2", "tp2+sp", "dp2+zero0", "dp2", "dp2+zero2", "dp2+zero3", "tp2+dp2"]
 # "+split" selects a schedule that computes input and weight gradients separately.

@@ -45,7 +45,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer, Transf
 from safetensors.torch import load_file, save_file  # noqa: E402
 from transformers import AutoConfig  # noqa: E402
 
-from tests.megatron_peer.checkpoints import load, run_on_ranks, save, run_through_stages  # noqa: E402
+from tests.megatron_peer.checkpoints import load, run_on_ranks, run_through_stages, save  # noqa: E402
 from tests.megatron_peer.models import ON_CPU, RMSNorm  # noqa: E402
 
 patch_megatron()

@@ -39,9 +39,9 @@ from tests.megatron_peer.models import (  # noqa: E402
     Layout,
     Unsupported,
     build_model,
+    make_settings,
     megatron_args,
     reject_wrong_gradients,
-    make_settings,
 )
 
 patch_megatron()

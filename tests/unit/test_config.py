@@ -1,4 +1,4 @@
-"""MegatronConfig: what it accepts, and errors that name field, value and valid choices."""
+"""Tests of MegatronConfig: accepted inputs, and errors with field, value and valid choices."""
 
 import copy
 
@@ -45,14 +45,14 @@ def test_bad_values_are_named(values, words):
 
 
 @pytest.mark.parametrize("value", ["even", [2, 0], [1.5, 2], (), 3])
-def test_partitions(value):
+def test_pipeline_partition(value):
     with pytest.raises(ConfigError, match="pipeline_partition"):
         MegatronConfig(pp_size=2, pipeline_partition=value)
     config = MegatronConfig(pp_size=2, pipeline_partition=[5, 3])
     assert config.pipeline_partition == (5, 3) and MegatronConfig.from_dict(config.to_dict()) == config
 
 
-def test_an_unknown_field_has_a_suggestion_wherever_it_is_given():
+def test_unknown_field_error_has_a_suggestion():
     for create in (MegatronConfig.from_dict, lambda fields: MegatronConfig(**fields)):
         with pytest.raises(ConfigError, match=r"no field 'tpsize' \(value 2\); did you mean .*tp_size"):
             create({"tpsize": 2})
@@ -69,7 +69,7 @@ def test_unknown_megatron_argument_and_type():
         MegatronConfig.coerce(3)
 
 
-def test_more_ranks_than_the_job_has_prints_the_launch_command():
+def test_too_small_world_size_prints_launch_command():
     with pytest.raises(ConfigError) as error:
         validate_world_size(MegatronConfig(tp_size=4), 2)
     assert "torchrun --nproc_per_node 4" in str(error.value) and "MEGATRON_LM" in str(error.value)
@@ -101,7 +101,7 @@ def test_launch_environment():
         config_from_environment(block | {"MEGATRON_LM_TP_DEGREE": "two"})
 
 
-def test_files_of_earlier_versions_are_read_by_the_names_they_have():
+def test_configs_from_earlier_versions_are_read():
     earlier = {"frozen": {"reference": {"tp_size": 1}}, "pack_activations": False, "auxiliary_loss": "sequence"}
     earlier |= {"router_z_loss": 0.1, "main_weights_in_fp32": False, "tp_size": 2}
     config = MegatronConfig.from_saved(earlier)

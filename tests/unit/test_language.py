@@ -1,4 +1,4 @@
-"""Language of code, messages, help and pages: rates of four patterns, and phrases that have a standard replacement."""
+"""Tests of the language in code, messages, help texts and docs: rates of four patterns, and replaceable phrases."""
 
 import ast
 import io
@@ -11,7 +11,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent.parent
 FOLDERS = ("hf_megatron", "conversion", "model_cards")
-# Pages that quote recorded runs, or list upstream functions.
+# Pages with quotes of recorded runs or lists of upstream functions.
 QUOTING = {"patches.md", "supported_models.md", "surface.md", "which_layout.md"}
 
 FRONTED = re.compile(
@@ -24,7 +24,7 @@ MARKERS = re.compile(
     r"in the place of|laid out|lays out)\b",
     re.IGNORECASE,
 )
-# Phrase -> what to write.
+# Phrase -> replacement.
 PHRASES = {
     r"la(y|ys|id) out": "parallelized, sharded",
     r"one process's": "the single-process run's",
@@ -58,32 +58,32 @@ PHRASES = {
 PHRASE = re.compile("|".join(rf"\b({phrase})\b" for phrase in PHRASES))
 
 
-def sources() -> list[Path]:
-    """Python files of the library."""
+def list_sources() -> list[Path]:
+    """Returns the Python files of the library."""
     return [path for folder in FOLDERS for path in sorted((ROOT / folder).rglob("*.py"))]
 
 
 @cache
-def tree_of(path: Path) -> ast.Module:
+def parse_file(path: Path) -> ast.Module:
     return ast.parse(path.read_text(encoding="utf-8"))
 
 
-def docstrings(tree: ast.Module) -> list[str]:
+def list_docstrings(tree: ast.Module) -> list[str]:
     nodes = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
     return [text for node in ast.walk(tree) if isinstance(node, nodes) and (text := ast.get_docstring(node))]
 
 
-def comments(path: Path) -> list[tuple[int, str]]:
-    """Line and text of each comment token."""
+def list_comments(path: Path) -> list[tuple[int, str]]:
+    """Returns line and text of each comment token."""
     tokens = tokenize.generate_tokens(io.StringIO(path.read_text(encoding="utf-8")).readline)
     return [(token.start[0], token.string) for token in tokens if token.type == tokenize.COMMENT]
 
 
 def test_comments_begin_with_their_subject():
     fronted, count = [], 0
-    for path in sources():
+    for path in list_sources():
         previous = -2
-        for line, text in comments(path):
+        for line, text in list_comments(path):
             # Only the first line of a comment counts.
             if line != previous + 1:
                 count += 1
@@ -94,14 +94,14 @@ def test_comments_begin_with_their_subject():
 
 
 def test_module_docstrings_are_noun_phrases_or_begin_with_a_verb():
-    heads = {path: ast.get_docstring(tree_of(path)) for path in sources()}
+    heads = {path: ast.get_docstring(parse_file(path)) for path in list_sources()}
     assert not [str(path) for path, head in heads.items() if head and RELATIVE.match(head)]
 
 
-def test_few_words_of_the_old_dialect():
+def test_few_nonstandard_words():
     words, markers = 0, []
-    for path in sources():
-        text = " ".join([*docstrings(tree_of(path)), *(comment for _, comment in comments(path))])
+    for path in list_sources():
+        text = " ".join([*list_docstrings(parse_file(path)), *(comment for _, comment in list_comments(path))])
         words += len(text.split())
         markers += [f"{path.relative_to(ROOT)}: {match[0]}" for match in MARKERS.finditer(text)]
     assert len(markers) <= 1.5e-3 * words, "\n".join(markers)
@@ -109,35 +109,35 @@ def test_few_words_of_the_old_dialect():
 
 def test_functions_are_named_by_verb_and_object():
     functions = (ast.FunctionDef, ast.AsyncFunctionDef)
-    names = [node.name for path in sources() for node in ast.walk(tree_of(path)) if isinstance(node, functions)]
+    names = [node.name for path in list_sources() for node in ast.walk(parse_file(path)) if isinstance(node, functions)]
     with_of = [name for name in names if OF_NAME.match(name)]
     assert len(with_of) <= 0.01 * len(names), with_of
 
 
-def messages(path: Path) -> list[tuple[int, str]]:
-    """Line and constant text of what a file raises and warns of."""
-    found = []
-    for node in ast.walk(tree_of(path)):
+def list_messages(path: Path) -> list[tuple[int, str]]:
+    """Returns line and constant text of the errors and warnings in a file."""
+    texts = []
+    for node in ast.walk(parse_file(path)):
         is_warning = isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1] in ("warn", "warning")
         if isinstance(node, ast.Raise) or is_warning:
-            parts = [c.value for c in ast.walk(node) if isinstance(c, ast.Constant) and isinstance(c.value, str)]
-            found.append((node.lineno, "".join(parts)))
-    return found
+            strings = [c.value for c in ast.walk(node) if isinstance(c, ast.Constant) and isinstance(c.value, str)]
+            texts.append((node.lineno, "".join(strings)))
+    return texts
 
 
-def phrases(text: str) -> list[str]:
+def find_phrases(text: str) -> list[str]:
     # Code spans quote names and outputs.
     return [match[0] for match in PHRASE.finditer(re.sub(r"`[^`]*`", "``", text))]
 
 
 def test_messages_use_the_fields_terms():
-    found = [
+    violations = [
         f"{path.relative_to(ROOT)}:{line}: {phrase}"
-        for path in sources()
-        for line, text in messages(path)
-        for phrase in phrases(text)
+        for path in list_sources()
+        for line, text in list_messages(path)
+        for phrase in find_phrases(text)
     ]
-    assert not found, "\n".join(found)
+    assert not violations, "\n".join(violations)
 
 
 PAGES = [
@@ -150,7 +150,9 @@ PAGES = [
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_pages_use_the_fields_terms(page):
     lines = page.read_text(encoding="utf-8").splitlines()
-    assert not [f"{number}: {phrase}" for number, line in enumerate(lines, 1) for phrase in phrases(line)]
+    assert not [
+        f"{line_number}: {phrase}" for line_number, line in enumerate(lines, 1) for phrase in find_phrases(line)
+    ]
 
 
 def test_help_texts_use_the_fields_terms():
@@ -165,9 +167,13 @@ def test_help_texts_use_the_fields_terms():
         for name, inner in getattr(command, "commands", {}).items():
             yield from walk(inner, f"{path} {name}")
 
-    found = [f"{path}: {phrase}" for path, text in walk(get_command(app), "hf-megatron") for phrase in phrases(text)]
-    assert not found, "\n".join(found)
+    violations = [
+        f"{path}: {phrase}" for path, text in walk(get_command(app), "hf-megatron") for phrase in find_phrases(text)
+    ]
+    assert not violations, "\n".join(violations)
 
 
-def test_a_phrase_is_found():
-    assert phrases("The model is laid out beside it.") == ["laid out", "beside"] and not phrases("It is sharded.")
+def test_find_phrases():
+    assert find_phrases("The model is laid out beside it.") == ["laid out", "beside"] and not find_phrases(
+        "It is sharded."
+    )

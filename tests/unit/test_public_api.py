@@ -1,4 +1,4 @@
-"""Public modules: what they export exists, and documents and examples import from nothing else."""
+"""Tests that public modules export existing names, and that docs and examples import only from them."""
 
 import ast
 import importlib
@@ -20,13 +20,13 @@ PAGES = sorted(
 _IMPORT = re.compile(r"^ *from (hf_megatron[\w.]*) import (\([^)]*\)|[^\n#]+)", re.MULTILINE)
 
 
-def _imports(text: str) -> list[tuple[str, str]]:
+def _list_imports(text: str) -> list[tuple[str, str]]:
     """Lists (module, name) of every import from this library in a page or a script."""
-    found = []
+    imports = []
     for module, names in _IMPORT.findall(text):
         listed = re.sub(r"#.*", "", names).strip("() \n").split(",")
-        found += [(module, name.split(" as ")[0].strip()) for name in listed if name.strip()]
-    return found
+        imports += [(module, name.split(" as ")[0].strip()) for name in listed if name.strip()]
+    return imports
 
 
 @pytest.mark.parametrize("name", PUBLIC_MODULES)
@@ -41,14 +41,14 @@ def test_every_public_name_exists(name):
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
 def test_pages_import_from_public_modules(page):
-    for module, name in _imports(page.read_text(encoding="utf-8")):
+    for module, name in _list_imports(page.read_text(encoding="utf-8")):
         assert module in PUBLIC_MODULES, f"{module} is not public"
         assert name in importlib.import_module(module).__all__, f"{module}.{name} is not public"
 
 
-def test_an_import_of_a_private_module_is_found():
+def test_private_imports_are_detected():
     text = "```python\nfrom hf_megatron.core.mesh import (\n    ParallelMesh,\n)\n```"
-    assert _imports(text) == [("hf_megatron.core.mesh", "ParallelMesh")]
+    assert _list_imports(text) == [("hf_megatron.core.mesh", "ParallelMesh")]
 
 
 def test_every_error_is_exported():

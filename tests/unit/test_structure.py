@@ -1,11 +1,11 @@
-"""The layering of the library: imports point downwards, no files import each other, a name has one meaning."""
+"""Tests of the library's layering: downward imports, no circular imports, unique public names."""
 
 import ast
 
-from tests.structure import ORDER, circles, list_files, list_public_names, component_name, find_upward_imports
+from tests.structure import ORDER, circles, component_name, find_upward_imports, list_files, list_public_names
 
 
-def test_every_room_has_its_floor():
+def test_every_package_has_a_layer():
     rooms = [name for names in ORDER for name in names]
     assert len(rooms) == len(set(rooms))
     assert {component_name(module) for module in list_files()} == set(rooms)
@@ -15,12 +15,12 @@ def test_imports_point_downwards():
     assert find_upward_imports() == []
 
 
-def test_no_files_import_each_other():
+def test_no_circular_imports():
     assert circles() == []
 
 
-# Names that stand in several files because they mean the same there.
-FACES = {
+# Names defined in several files with the same meaning.
+SHARED_NAMES = {
     "place": "the face of an axis",
     "install": "the face of an axis",
     "init": "replaces an `__init__`",
@@ -37,16 +37,18 @@ FACES = {
 
 
 def test_a_public_name_has_one_meaning():
-    shared = {name: places for name, places in list_public_names().items() if len(places) > 1}
-    assert shared.keys() == FACES.keys(), {name: shared.get(name) for name in shared.keys() ^ FACES.keys()}
+    shared = {name: modules for name, modules in list_public_names().items() if len(modules) > 1}
+    assert shared.keys() == SHARED_NAMES.keys(), {
+        name: shared.get(name) for name in shared.keys() ^ SHARED_NAMES.keys()
+    }
 
 
-# First words of a docstring that say what something is, not what it does.
+# First words of a docstring that describes a thing instead of an action.
 NOUNS = {"What", "Where", "Whether", "How", "Which", "The", "A", "An", "This", "All", "Every", "Those"}
 
 
-def test_docstrings_of_functions_begin_with_a_verb():
-    found = []
+def test_function_docstrings_begin_with_a_verb():
+    violations = []
     for module, path in list_files().items():
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             text = ast.get_docstring(node) if isinstance(node, ast.FunctionDef) else None
@@ -54,5 +56,5 @@ def test_docstrings_of_functions_begin_with_a_verb():
                 "property" in ast.unparse(d) for d in node.decorator_list
             )
             if text and not is_property and (text.split()[0] in NOUNS or text.startswith("`")):
-                found.append(f"{module}.{node.name}: {text.splitlines()[0]}")
-    assert found == []
+                violations.append(f"{module}.{node.name}: {text.splitlines()[0]}")
+    assert violations == []

@@ -1,4 +1,4 @@
-"""The suite's own rules: twins are built once and nothing else is shared, and no skip goes unseen."""
+"""Tests of the test suite: tiny models are built once, nothing else is shared, and skips are reported."""
 
 import itertools
 import json
@@ -21,39 +21,39 @@ from tests.helpers.shared_tiny_models import make_tiny_model
 ROOT = Path(__file__).parents[2]
 
 
-def smaller_tiny_model(**arguments):
+def make_smaller_tiny_model(**arguments):
     return make_tiny_model(CONFIG_MAPPING["llama"](), sequence_length=7, **arguments)
 
 
-def tiny_model_folder(changes):
-    return smaller_tiny_model(changes=changes).directory
+def get_folder(changes):
+    return make_smaller_tiny_model(changes=changes).directory
 
 
-def test_a_tiny_model_is_built_once_for_all_ranks():
+def test_tiny_model_is_built_once_for_all_ranks():
     changes = {"num_key_value_heads": 1}
     with multiprocessing.get_context("fork").Pool(2) as pool:
-        folders = pool.map(tiny_model_folder, [changes] * 4, chunksize=1)
-    tiny_model = smaller_tiny_model(changes=changes)
+        folders = pool.map(get_folder, [changes] * 4, chunksize=1)
+    tiny_model = make_smaller_tiny_model(changes=changes)
     assert folders == [tiny_model.directory] * 4
     assert tiny_model.load().config.num_key_value_heads == 1 and tiny_model.reference.loss > 0
     assert tiny_model.directory not in (
-        smaller_tiny_model().directory,
-        smaller_tiny_model(changes=changes, seed=1).directory,
+        make_smaller_tiny_model().directory,
+        make_smaller_tiny_model(changes=changes, seed=1).directory,
     )
 
 
-def test_a_reference_is_run_once_for_the_same_arguments():
+def test_reference_runs_once_per_arguments():
     def run(*args, **kwargs):
         return os.getpid(), args, kwargs
 
     first = run_single_process(run, 1, name="a")
     assert first[1:] == ((1,), {"name": "a"}) and run_single_process(run, 1, name="a") == first
     assert run_single_process(run, 1, name="b")[0] != first[0] != run_single_process(run, 2, name="a")[0]
-    # What cannot be compared is run again.
+    # Arguments that cannot be compared are not cached.
     assert run_single_process(run, name=["a"])[0] != run_single_process(run, name=["a"])[0]
 
 
-def test_ranks_leave_nothing():
+def test_ranks_do_not_change_the_parent_process():
     def change():
         os.environ["LEFT_BEHIND"] = "1"
         torch.set_default_dtype(torch.float64)
@@ -71,7 +71,7 @@ def test_a_skip_in_a_worker_fails_the_run(tmp_path):
     assert result.returncode == 1 and "NOT ON THE ALLOW-LIST" in result.stdout, result.stdout
 
 
-def test_tests_of_a_source_file_are_printed(capsys, monkeypatch):
+def test_where_prints_tests_for_a_source_file(capsys, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["where", "core/mesh.py"])
     where.main()
     assert "hf_megatron/core/mesh.py" in capsys.readouterr().out

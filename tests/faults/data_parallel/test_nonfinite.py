@@ -14,15 +14,15 @@ from hf_megatron.data_parallel import grad_scaler
 from hf_megatron.parallelize import parallel_state
 from tests.helpers.dp_training import (
     backward,
+    clone_parameters,
+    count_ranks,
+    load_model,
     make_batch,
     measure_error,
-    parse_layout,
-    load_model,
-    shard_batch,
-    count_ranks,
-    clone_parameters,
-    train,
     parameters_unchanged,
+    parse_layout,
+    shard_batch,
+    train,
 )
 
 LIMIT = 2e-4

@@ -9,14 +9,14 @@ from hf_megatron import prepare_optimizer
 from hf_megatron.core.fork_harness import run_ranks
 from hf_megatron.parallelize import parallel_state
 from tests.helpers.dp_training import (
+    clone_parameters,
+    count_ranks,
+    load_model,
     make_batch,
     measure_error,
-    parse_layout,
-    load_model,
-    shard_batch,
-    count_ranks,
-    clone_parameters,
     parameters_unchanged,
+    parse_layout,
+    shard_batch,
 )
 
 LAYOUTS = ["dp2", "dp2+zero0", "tp2+dp2+zero2", "tp2+sp+dp2", "dp2+zero3"]

@@ -23,7 +23,7 @@ from hf_megatron.conversion.megatron_legacy.reader import MegatronLegacyReader
 from hf_megatron.conversion.megatron_legacy.writer import MegatronLegacyWriter
 from hf_megatron.conversion.output_folder import Output
 from hf_megatron.core.io.safetensors import TensorMeta
-from tests.helpers.tiny_models import make_config, build_tiny_model
+from tests.helpers.tiny_models import build_tiny_model, make_config
 from tests.integration.conversion.megatron_core.test_megatron_core import PADDED, run_peer
 
 CASE = "deepseek_v3"

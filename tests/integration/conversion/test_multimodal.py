@@ -18,7 +18,7 @@ from hf_megatron.conversion.megatron.splits import tensor_parallel_split
 from hf_megatron.conversion.megatron_core.reader import MegatronCoreReader
 from hf_megatron.conversion.megatron_core.writer import MegatronCoreWriter
 from hf_megatron.conversion.output_folder import Output
-from tests.helpers.tiny_models import MULTIMODAL, VOCABULARY, make_config, build_tiny_model
+from tests.helpers.tiny_models import MULTIMODAL, VOCABULARY, build_tiny_model, make_config
 from tests.integration.conversion.test_convert import assert_equal, tensors_of
 
 LAYOUTS = {

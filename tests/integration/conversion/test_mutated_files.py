@@ -8,7 +8,7 @@ import pytest
 from hf_megatron.conversion import source
 from hf_megatron.conversion.megatron import name_view
 from hf_megatron.core.io.safetensors import SafetensorsFile
-from tests.helpers.mutated_files import FINDINGS, Case, make_case, judge_conversion, run_case
+from tests.helpers.mutated_files import FINDINGS, Case, judge_conversion, make_case, run_case
 from tests.helpers.mutated_sources import make_checkpoints
 
 SEED = 1

@@ -13,7 +13,7 @@ from hf_megatron.core.fork_harness import run_ranks
 from hf_megatron.core.off_stage import OffStageTensor
 from hf_megatron.pipeline_parallel import axis
 from tests.helpers.dp_training import count_ranks
-from tests.helpers.training import make_batch, parse_layout, local_samples, save_tiny
+from tests.helpers.training import local_samples, make_batch, parse_layout, save_tiny
 
 LAYOUTS = ["pp2", "pp2+split", "tp2+pp2", "pp2+dp2", "pp2+dp2+zero3"]
 

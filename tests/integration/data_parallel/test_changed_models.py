@@ -8,7 +8,7 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from hf_megatron import MegatronError, prepare_optimizer
 from hf_megatron.core.fork_harness import run_ranks
-from tests.helpers.training import make_batch, parse_layout, local_samples
+from tests.helpers.training import local_samples, make_batch, parse_layout
 
 
 class Scaled(nn.Module):

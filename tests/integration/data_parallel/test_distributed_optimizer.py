@@ -18,19 +18,19 @@ from hf_megatron.data_parallel.buckets import Bucket
 from hf_megatron.parallelize import parallel_state
 from tests.helpers.dp_training import (
     backward,
+    clone_parameters,
+    count_ranks,
+    gather_gradients,
+    gather_weights,
+    load_model,
     make_batch,
     measure_error,
-    gather_gradients,
-    parse_layout,
-    load_model,
-    shard_batch,
     measure_movement_error,
-    count_ranks,
-    restore_parameters,
-    clone_parameters,
-    train,
     parameters_unchanged,
-    gather_weights,
+    parse_layout,
+    restore_parameters,
+    shard_batch,
+    train,
 )
 
 LIMIT = 2e-4

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.helpers.training import PatternRuns, make_batch, local_samples
+from tests.helpers.training import PatternRuns, local_samples, make_batch
 
 LAYOUTS = ["dp2+zero3", "tp2+dp2+zero3"]
 

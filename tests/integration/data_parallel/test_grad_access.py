@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from hf_megatron import CheckpointError
 from hf_megatron.core.fork_harness import run_ranks
-from tests.helpers.training import PatternRuns, make_batch, make_parameters, parse_layout, local_samples
+from tests.helpers.training import PatternRuns, local_samples, make_batch, make_parameters, parse_layout
 
 LAYOUTS = ["tp2", "tp2+sp", "dp2", "dp2+zero2", "dp2+zero3", "tp2+dp2+zero3"]
 LOOP_PATTERNS = {}

@@ -7,7 +7,7 @@ from transformers import AutoModelForCausalLM
 from hf_megatron import prepare_optimizer
 from hf_megatron.core.fork_harness import run_ranks
 from tests.helpers.dp_training import parse_layout
-from tests.helpers.training import make_batch, gather_full_tensors
+from tests.helpers.training import gather_full_tensors, make_batch
 
 
 def scale(parameter):

@@ -16,13 +16,13 @@ from hf_megatron.core.fork_harness import run_ranks
 from hf_megatron.parallelize import parallel_state
 from tests.helpers.dp_training import (
     backward,
-    gather_gradients,
-    parse_layout,
-    load_model,
-    count_ranks,
     clone_parameters,
-    parameters_unchanged,
+    count_ranks,
+    gather_gradients,
     gather_weights,
+    load_model,
+    parameters_unchanged,
+    parse_layout,
 )
 
 STAGES = ["dp2", "dp2+zero3", "tp2+dp2+zero0", "tp2+dp2+zero1", "tp2+dp2+zero3"]

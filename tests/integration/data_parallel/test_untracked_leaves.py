@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 from hf_megatron import RankError, UnsupportedError
 from hf_megatron.core.fork_harness import run_ranks
 from hf_megatron.parallelize import parallel_state
-from tests.helpers.training import Loop, PatternRuns, make_batch, parse_layout, local_samples, ranks_of
+from tests.helpers.training import Loop, PatternRuns, local_samples, make_batch, parse_layout, ranks_of
 
 LAYOUTS = ["dp2", "dp2+zero3"]
 

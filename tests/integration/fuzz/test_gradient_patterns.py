@@ -12,13 +12,13 @@ from hf_megatron.core.fork_harness import run_ranks
 from hf_megatron.parallelize import parallel_state
 from tests.helpers.dp_training import parse_layout
 from tests.helpers.training import (
+    FULL_BATCH_LAYOUTS,
     LAYOUTS,
     PIPELINES,
-    FULL_BATCH_LAYOUTS,
     PatternRuns,
+    local_samples,
     make_batch,
     make_parameters,
-    local_samples,
 )
 
 LOOP_PATTERNS = {}

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from hf_megatron import UnsupportedError
 from hf_megatron.core.fork_harness import run_ranks
-from tests.helpers.dp_training import parse_layout, gather_weights
+from tests.helpers.dp_training import gather_weights, parse_layout
 from tests.helpers.tiny_models import build_tiny_model
 from tests.helpers.training import LAYOUTS, PIPELINES, Loop, PatternRuns, make_parameters, ranks_of
 

@@ -9,9 +9,9 @@ from tests.helpers.third_party_scripts import (
     LOSS,
     WEIGHTS,
     compare_layout,
-    make_data,
     compile_script,
     find_trl_script,
+    make_data,
 )
 
 

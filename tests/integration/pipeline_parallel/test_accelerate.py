@@ -18,7 +18,7 @@ from hf_megatron.compat.torch_dtensor import local_tensor
 from hf_megatron.core.fork_harness import run_ranks
 from hf_megatron.models.verification_gate import ConfigUnderTest
 from hf_megatron.parallelize import parallel_state
-from tests.helpers.dp_training import gather_gradients, load_model, shard_batch, count_ranks
+from tests.helpers.dp_training import count_ranks, gather_gradients, load_model, shard_batch
 from tests.helpers.references import run_single_process
 from tests.integration.integrations.trainer.test_trainer import rows
 from tests.integration.pipeline_parallel.test_trainer import story_blocks

@@ -7,7 +7,7 @@ from transformers import AutoModelForCausalLM
 
 from hf_megatron import UnsupportedError, prepare_optimizer
 from hf_megatron.core.fork_harness import run_ranks
-from tests.helpers.training import make_batch, parse_layout, local_samples, save_tiny
+from tests.helpers.training import local_samples, make_batch, parse_layout, save_tiny
 
 
 @pytest.fixture(scope="module")

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.helpers.training import PatternRuns, make_batch, gather_full_tensors, local_samples, save_tiny
+from tests.helpers.training import PatternRuns, gather_full_tensors, local_samples, make_batch, save_tiny
 
 
 def steps(loop, read_loss):

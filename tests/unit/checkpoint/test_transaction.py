@@ -1,4 +1,4 @@
-"""Sharded checkpoints as a format: written in one layout, read in any other, pruned, saved in the background."""
+"""Tests of the sharded checkpoint format: resharding on load, pruning, background saves and discovery."""
 
 import itertools
 import json
@@ -36,40 +36,40 @@ TENSORS = {
 }
 
 
-def full(name):
+def make_full_tensor(name):
     shape, dtype, _ = TENSORS[name]
     generator = torch.Generator().manual_seed(sum(name.encode()))
     return (torch.rand(shape, generator=generator) * 200 - 100).to(dtype)
 
 
-def shard(name, placement, axes):
-    part = full(name)
+def slice_shard(name, placement, axes):
+    tensor = make_full_tensor(name)
     for split in placement.splits:
-        intervals = split.intervals(part.shape[split.dim], axes)
-        part = torch.cat([part.narrow(split.dim, start, stop - start) for start, stop in intervals], split.dim)
-    return part.reshape(-1)
+        intervals = split.intervals(tensor.shape[split.dim], axes)
+        tensor = torch.cat([tensor.narrow(split.dim, start, stop - start) for start, stop in intervals], split.dim)
+    return tensor.reshape(-1)
 
 
 def pieces(tp, dp, rank):
-    """Rank `rank` of a tp x dp grid; dp cuts every flattened shard in uneven ranges, as a sharded optimizer does."""
+    """Yields the chunks of `rank` in a tp x dp grid; dp splits each shard unevenly, as a sharded optimizer does."""
     axes = Axes.from_sizes(rank, tp=tp, dp=dp)
     for name, (shape, _, placement) in TENSORS.items():
         if any(tp % split.copies for split in placement.splits):
             placement = Placement.split("tp", placement.splits[0].dim)
-        data = shard(name, placement, axes)
+        data = slice_shard(name, placement, axes)
         borders = [data.numel() * index * index // (dp * dp) for index in range(dp + 1)]
         start, stop = borders[axes.rank("dp")], borders[axes.rank("dp") + 1]
         yield LocalChunk(name, shape, local_boxes(shape, placement, axes, start, stop), data[start:stop])
 
 
-def read_all(path, tp, dp):
+def check_reads(path, tp, dp):
     checkpoint = Checkpoint(path)
     checkpoint.verify()
     for rank in range(tp * dp):
-        for piece in pieces(tp, dp, rank):
-            out = torch.zeros_like(piece.data)
-            checkpoint.read(piece.name, piece.boxes, out)
-            assert torch.equal(out, piece.data), (piece.name, tp, dp, rank)
+        for chunk in pieces(tp, dp, rank):
+            out = torch.zeros_like(chunk.data)
+            checkpoint.read(chunk.name, chunk.boxes, out)
+            assert torch.equal(out, chunk.data), (chunk.name, tp, dp, rank)
 
 
 def save_grid(path, tp, dp):
@@ -81,7 +81,7 @@ def save_grid(path, tp, dp):
 
 
 @pytest.mark.parametrize("tp,dp", [(1, 1), (2, 1), (1, 2), (2, 2), (4, 1), (3, 1)])
-def test_every_layout_reads_every_other(tmp_path, tp, dp):
+def test_checkpoint_loads_in_any_layout(tmp_path, tp, dp):
     path = tmp_path / "checkpoint-3"
     saved = run_ranks(save_grid, tp * dp, path, tp, dp)
     assert saved == [[path, tmp_path / "latest"]] * (tp * dp)
@@ -93,15 +93,15 @@ def test_every_layout_reads_every_other(tmp_path, tp, dp):
     for name, (shape, dtype, _) in TENSORS.items():
         assert checkpoint.shape(name) == shape and checkpoint.dtype(name) == dtype
     for other_tp, other_dp in itertools.product((1, 2, 4), (1, 3)):
-        read_all(path, other_tp, other_dp)
+        check_reads(path, other_tp, other_dp)
 
 
-def save_alone(path, value=1.0, **arguments):
+def save_checkpoint(path, value=1.0, **arguments):
     with Transaction(path, **arguments) as transaction:
         transaction.write([LocalChunk("x", (4,), (TensorChunk((0,), (4,)),), torch.full((4,), value))])
 
 
-def test_strided_and_equal_names(tmp_path):
+def test_strided_chunks_with_equal_names(tmp_path):
     with Transaction(tmp_path / "one") as transaction:
         halves = torch.arange(8.0).view(4, 2)
         transaction.write(
@@ -114,17 +114,17 @@ def test_strided_and_equal_names(tmp_path):
     assert "more.safetensors" in Checkpoint(tmp_path / "one").manifest.files
 
 
-def test_an_existing_target_is_refused_and_kept(tmp_path):
-    save_alone(tmp_path / "step-1")
+def test_existing_target_is_rejected_and_unchanged(tmp_path):
+    save_checkpoint(tmp_path / "step-1")
     with pytest.raises(CheckpointError, match="step-1 exists; give a folder that does not"):
-        save_alone(tmp_path / "step-1", 2.0)
+        save_checkpoint(tmp_path / "step-1", 2.0)
     Checkpoint(tmp_path / "step-1").verify()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step-1"]
 
 
-def test_facts_and_links_are_checked(tmp_path):
+def test_metadata_links_and_file_names_are_checked(tmp_path):
     with pytest.raises(CheckpointError, match="metadata"):
-        save_alone(tmp_path / "step-1", metadata={"x": object()})
+        save_checkpoint(tmp_path / "step-1", metadata={"x": object()})
     with pytest.raises(CheckpointError, match="plain files"), Transaction(tmp_path / "step-1") as transaction:
         (transaction.directory / "link").symlink_to("/etc/passwd")
     for name in (MANIFEST, "back\\slash"):
@@ -133,34 +133,34 @@ def test_facts_and_links_are_checked(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_free_space_is_looked_at_first(tmp_path):
+def test_free_space_is_checked_first(tmp_path):
     with pytest.raises(CheckpointError, match=r"needed and [\d,]+ are free"):
         Transaction(tmp_path / "step-1", expected_bytes=1 << 60)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_prune_keeps_the_newest_and_the_one_pointed_at(tmp_path):
+def test_prune_keeps_newest_and_latest_pointer_target(tmp_path):
     for step in (5, 10, 15, 20):
-        save_alone(tmp_path / f"checkpoint-{step}")
-    save_alone(tmp_path / "other-1", pointer=None)
+        save_checkpoint(tmp_path / f"checkpoint-{step}")
+    save_checkpoint(tmp_path / "other-1", pointer=None)
     (tmp_path / "checkpoint-1").mkdir()
     (tmp_path / "latest").write_text("checkpoint-5\n")
     assert [path.name for path in prune(tmp_path, 3)] == ["checkpoint-10"]
-    # Two stay: the newest, and the one that `latest` names.
+    # Two checkpoints remain: the newest, and the target of `latest`.
     assert [path.name for path in prune(tmp_path, 2)] == ["checkpoint-15"]
-    kept = ["checkpoint-1", "checkpoint-20", "checkpoint-5", "latest", "other-1"]
-    assert sorted(path.name for path in tmp_path.iterdir()) == kept
+    remaining = ["checkpoint-1", "checkpoint-20", "checkpoint-5", "latest", "other-1"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == remaining
     with pytest.raises(CheckpointError, match="keep=0"):
         prune(tmp_path, 0)
 
 
-def test_a_checkpoint_removed_while_it_is_looked_at_is_not_listed(tmp_path, monkeypatch):
-    """Whatever the reader has seen of it: the removal comes before each of its looks at the folder in turn."""
-    save_alone(tmp_path / "run" / "checkpoint-1")
+def test_checkpoint_removed_during_listing_is_skipped(tmp_path, monkeypatch):
+    """Removes the checkpoint before each `stat` call of the listing in turn."""
+    save_checkpoint(tmp_path / "run" / "checkpoint-1")
     shutil.copytree(tmp_path / "run", tmp_path / "before")
     looks, stat = [], Path.stat
 
-    def removed_before(count, path, **arguments):
+    def remove_before_look(count, path, **arguments):
         if "checkpoint-1" in path.parts:
             looks.append(path)
             if len(looks) == count:
@@ -171,13 +171,13 @@ def test_a_checkpoint_removed_while_it_is_looked_at_is_not_listed(tmp_path, monk
         looks.clear()
         shutil.rmtree(tmp_path / "run")
         shutil.copytree(tmp_path / "before", tmp_path / "run")
-        with monkeypatch.context() as patched:
-            patched.setattr(Path, "stat", lambda path, count=count, **given: removed_before(count, path, **given))
-            found = committed(tmp_path / "run")
+        with monkeypatch.context() as patch:
+            patch.setattr(Path, "stat", lambda path, count=count, **kwargs: remove_before_look(count, path, **kwargs))
+            checkpoints = committed(tmp_path / "run")
         if len(looks) < count:
             break
-        assert found == []
-    assert found == [tmp_path / "run" / "checkpoint-1"] and count > 4
+        assert checkpoints == []
+    assert checkpoints == [tmp_path / "run" / "checkpoint-1"] and count > 4
 
 
 def test_latest_without_any_checkpoint(tmp_path):
@@ -190,7 +190,7 @@ def test_latest_without_any_checkpoint(tmp_path):
 
 
 def test_manifest_states_versions_and_layout(tmp_path):
-    save_alone(tmp_path / "one", metadata={"config": [1, {"a": None}]})
+    save_checkpoint(tmp_path / "one", metadata={"config": [1, {"a": None}]})
     content = json.loads((tmp_path / "one" / MANIFEST).read_text())
     assert content["format_version"] == 1 and content["world_size"] == 1
     assert set(content["versions"]) == {"hf_megatron", "safetensors", "torch", "transformers"}
@@ -206,10 +206,10 @@ def save_in_background(parent):
     saver, data, sums = AsyncSaver(group), torch.zeros(1000), []
     for step in range(1, 4):
         data.fill_(step)
-        piece = LocalChunk("x", (2000,), (TensorChunk((1000 * rank,), (1000,)),), data)
-        saver.save([piece], parent / f"step-{step}", files={f"state-{rank}": b"state"})
+        chunk = LocalChunk("x", (2000,), (TensorChunk((1000 * rank,), (1000,)),), data)
+        saver.save([chunk], parent / f"step-{step}", files={f"state-{rank}": b"state"})
         data.fill_(-1)
-        # Training's own collectives go on meanwhile.
+        # Training collectives run during the save.
         total = torch.ones(1)
         dist.all_reduce(total)
         sums.append(total.item())
@@ -229,38 +229,38 @@ def test_background_saves_and_training_collectives_do_not_mix(tmp_path):
     assert latest(tmp_path) == tmp_path / "step-3"
 
 
-def test_the_checkpoint_to_resume_is_the_newest_of_both_kinds(tmp_path):
-    def stock(step, *files):
+def test_resume_picks_newest_stock_or_sharded_checkpoint(tmp_path):
+    def make_stock_checkpoint(step, *files):
         (tmp_path / f"checkpoint-{step}").mkdir()
         for name in files:
             (tmp_path / f"checkpoint-{step}" / name).touch()
 
-    def resumed(asked=True, *, is_parallelized=False):
-        found = checkpoint_to_resume(asked, str(tmp_path), is_parallelized=is_parallelized)
-        return Path(found).name if isinstance(found, str) else found
+    def find_resumed(asked=True, *, is_parallelized=False):
+        checkpoint = checkpoint_to_resume(asked, str(tmp_path), is_parallelized=is_parallelized)
+        return Path(checkpoint).name if isinstance(checkpoint, str) else checkpoint
 
-    assert resumed() is True and resumed(None) is None
-    save_alone(tmp_path / "checkpoint-8")
-    stock(6, "trainer_state.json", "optimizer.pt")
-    assert resumed() == resumed(is_parallelized=True) == "checkpoint-8"
-    # Cut short, by plain Trainer and in a copy of a sharded one.
-    stock(10)
-    stock(11, "trainer_state.json", "shard-00000-of-00002.safetensors")
+    assert find_resumed() is True and find_resumed(None) is None
+    save_checkpoint(tmp_path / "checkpoint-8")
+    make_stock_checkpoint(6, "trainer_state.json", "optimizer.pt")
+    assert find_resumed() == find_resumed(is_parallelized=True) == "checkpoint-8"
+    # Incomplete checkpoints: one from plain Trainer, one a partial copy of a sharded checkpoint.
+    make_stock_checkpoint(10)
+    make_stock_checkpoint(11, "trainer_state.json", "shard-00000-of-00002.safetensors")
     with pytest.warns(UserWarning, match="checkpoint-11 is passed over for .*checkpoint-8"):
-        assert resumed(is_parallelized=True) == "checkpoint-8"
-    stock(12, "trainer_state.json", "model.safetensors")
-    assert resumed() == resumed(is_parallelized=True) == "checkpoint-12"
-    stock(14, "trainer_state.json", "model.safetensors", "optimizer.pt")
-    assert resumed() == "checkpoint-14"
+        assert find_resumed(is_parallelized=True) == "checkpoint-8"
+    make_stock_checkpoint(12, "trainer_state.json", "model.safetensors")
+    assert find_resumed() == find_resumed(is_parallelized=True) == "checkpoint-12"
+    make_stock_checkpoint(14, "trainer_state.json", "model.safetensors", "optimizer.pt")
+    assert find_resumed() == "checkpoint-14"
     with pytest.raises(CheckpointError, match="checkpoint-14 was written by plain Trainer.*checkpoint-8'"):
-        resumed(is_parallelized=True)
+        find_resumed(is_parallelized=True)
     with pytest.raises(CheckpointError, match="checkpoint-6 was written by plain Trainer"):
-        resumed(str(tmp_path / "checkpoint-6"), is_parallelized=True)
-    save_alone(tmp_path / "checkpoint-14.1")
-    assert resumed() == resumed(str(tmp_path / "checkpoint-14"), is_parallelized=True) == "checkpoint-14.1"
+        find_resumed(str(tmp_path / "checkpoint-6"), is_parallelized=True)
+    save_checkpoint(tmp_path / "checkpoint-14.1")
+    assert find_resumed() == find_resumed(str(tmp_path / "checkpoint-14"), is_parallelized=True) == "checkpoint-14.1"
 
 
-def test_pipes_in_the_place_of_small_files_are_not_waited_for(tmp_path):
+def test_named_pipes_do_not_block_readers(tmp_path):
     for name in (LATEST, PARTIAL):
         os.mkfifo(tmp_path / name)
     assert pointed_at(tmp_path) is None

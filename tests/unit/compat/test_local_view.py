@@ -1,4 +1,4 @@
-"""Gradients that arrive at parameters as DTensors."""
+"""Tests of gradients through local views of DTensor parameters."""
 
 import pytest
 import torch
@@ -15,8 +15,8 @@ ADDENDS = {"as they are": lambda tensor: tensor, "views": lambda tensor: tensor.
 
 
 @pytest.mark.parametrize("seen", ADDENDS)
-def test_addends_of_a_sum_have_gradients_of_their_own(seen):
-    # Autograd hands both the same tensor, and adds the second microbatch's to each of them in place.
+def test_addends_have_separate_gradients(seen):
+    # Autograd passes the same gradient tensor to both and accumulates the second microbatch into each in place.
     def on_rank():
         mesh = init_device_mesh("cpu", (1,))
         addends = [nn.Parameter(DTensor.from_local(torch.zeros(3), mesh, [Replicate()])) for _ in range(2)]
@@ -29,11 +29,11 @@ def test_addends_of_a_sum_have_gradients_of_their_own(seen):
     assert all(torch.equal(gradient, torch.full((3,), 2.0)) for gradient in gradients)
 
 
-def test_a_sum_over_ranks_leaves_the_other_addend_alone():
+def test_all_reduce_affects_only_its_addend():
     def on_rank():
         one, other = torch.zeros(3, requires_grad=True), torch.zeros(3, requires_grad=True)
         (copy_to_ranks(one, dist.group.WORLD, is_addend=True) + other).sum().backward()
         return one.grad, other.grad
 
-    for summed, own in run_ranks(on_rank, 2):
-        assert summed.tolist() == [2.0] * 3 and own.tolist() == [1.0] * 3
+    for summed, local in run_ranks(on_rank, 2):
+        assert summed.tolist() == [2.0] * 3 and local.tolist() == [1.0] * 3

@@ -1,4 +1,4 @@
-"""One range of versions: what pip installs, what is warned of, and what the matrix runs."""
+"""Tests that pip requirements, version checks and the test matrix use one range of versions."""
 
 import json
 import re
@@ -6,45 +6,45 @@ import re
 import pytest
 
 from hf_megatron.compat.versions import CHECKED
-from tests.matrix import COMBINATIONS, NEWEST, OLDEST, outcomes, load_rows, render_table
+from tests.matrix import COMBINATIONS, NEWEST, OLDEST, load_rows, outcomes, render_table
 from tests.structure import ROOT
 
 
-def test_pip_installs_what_was_checked():
-    # Python 3.10 has no reader of TOML.
+def test_pip_version_ranges_match_checked_versions():
+    # Python 3.10 has no TOML parser.
     project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
     for library, (first, last) in CHECKED.items():
-        found = re.search(rf'^ *"{library}>=([\d.]+),<(\d+)\.(\d+)",$', project, re.MULTILINE)
-        assert found is not None, library
-        assert (found[1], f"{found[2]}.{int(found[3]) - 1}") == (first, last), library
+        match = re.search(rf'^ *"{library}>=([\d.]+),<(\d+)\.(\d+)",$', project, re.MULTILINE)
+        assert match is not None, library
+        assert (match[1], f"{match[2]}.{int(match[3]) - 1}") == (first, last), library
 
 
-def test_each_supported_version_is_in_a_combination():
+def test_every_supported_version_is_in_the_matrix():
     assert {library: (OLDEST[library], NEWEST[library]) for library in NEWEST} == CHECKED
     for library, (first, last) in CHECKED.items():
         major, minor = last.split(".")
-        supported = {f"{major}.{number}" for number in range(int(first.split(".")[1]), int(minor) + 1)}
+        supported = {f"{major}.{version}" for version in range(int(first.split(".")[1]), int(minor) + 1)}
         assert supported == {combination[library] for combination in COMBINATIONS.values()}, library
 
 
-def test_rows_are_of_the_versions_they_are_named_by():
-    for name, row in load_rows().items():
+def test_recorded_versions_match_combination_names():
+    for name, run in load_rows().items():
         for library, minor in COMBINATIONS[name].items():
-            version = row["versions"].get(library)
+            version = run["versions"].get(library)
             assert version is None or version.startswith(f"{minor}."), (name, library)
 
 
-def test_the_table_says_what_was_not_run():
+def test_table_reports_incomplete_runs_and_failures():
     lines = render_table().splitlines()
-    for name, row in load_rows().items():
-        ran = row["passed"] + row["skipped"] + len(row["failed"])
+    for name, run in load_rows().items():
+        test_count = run["passed"] + run["skipped"] + len(run["failed"])
         [line] = [line for line in lines if line.startswith(f"| {name} |")]
-        assert ("| all |" in line) == (ran == row["first tier"])
-        assert all(f"- {name}: `{test}`" in lines for test in row["failed"])
+        assert ("| all |" in line) == (test_count == run["first tier"])
+        assert all(f"- {name}: `{test}`" in lines for test in run["failed"])
 
 
 @pytest.mark.parametrize("order", [("passed", "failed"), ("failed", "passed")])
-def test_a_failure_stays_one(tmp_path, order):
+def test_failure_overrides_other_outcomes(tmp_path, order):
     file = tmp_path / "outcomes.jsonl"
     file.write_text("".join(json.dumps({"test": "a", "outcome": outcome}) + "\n" for outcome in order))
     assert outcomes(file) == {"a": "failed"}

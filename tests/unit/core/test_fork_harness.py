@@ -1,4 +1,4 @@
-"""The fork harness: results in order, every rank's traceback, stuck ranks named and killed."""
+"""Tests of the fork harness: result order, tracebacks of all ranks, and stuck ranks."""
 
 import os
 import time
@@ -27,8 +27,8 @@ def test_all_tracebacks_are_shown():
     assert "broken on 0" in str(error.value) and "broken on 1" in str(error.value)
 
 
-def test_the_reason_is_the_librarys_own():
-    """A rank that was left alone says that a connection was closed."""
+def test_first_reason_prefers_library_errors():
+    """A rank whose peer failed reports only a closed connection."""
 
     def fail():
         if dist.get_rank() == 1:
@@ -51,7 +51,7 @@ def test_stuck_rank_is_killed_and_named():
     assert time.monotonic() - start < 30
 
 
-def test_a_rank_that_waits_for_a_failed_one_does_not_wait_for_the_time_limit(monkeypatch):
+def test_failed_rank_ends_waiting_ranks_before_timeout(monkeypatch):
     monkeypatch.setattr(fork_harness, "_GRACE_SECONDS", 1.0)
 
     def fail_on_one():
@@ -63,20 +63,20 @@ def test_a_rank_that_waits_for_a_failed_one_does_not_wait_for_the_time_limit(mon
         run_ranks(fail_on_one, 2, timeout=90)
 
 
-def test_a_result_that_cannot_be_sent_is_an_error():
+def test_unpicklable_result_raises():
     with pytest.raises(RankError, match="cannot be pickled"):
         run_ranks(lambda: lambda: 0, 1)
 
 
-def test_a_tiny_model_is_measured_in_a_fork(monkeypatch):
-    """After a backward, torch has threads for GPUs, and no fork of this process could run one."""
+def test_tiny_model_is_measured_in_a_fork(monkeypatch):
+    """A backward starts torch's device threads, after which no fork of this process could run one."""
     process, backward = os.getpid(), torch.Tensor.backward
 
-    def replaced_backward(*args, **kwargs):
+    def assert_in_fork(*args, **kwargs):
         assert os.getpid() != process
         return backward(*args, **kwargs)
 
-    monkeypatch.setattr(torch.Tensor, "backward", replaced_backward)
+    monkeypatch.setattr(torch.Tensor, "backward", assert_in_fork)
     tiny_model = make_tiny_model(LlamaConfig(), microbatches=1)
     assert tiny_model.reference.gradients and tiny_model.reference.norm > 0
     tiny_model.delete()

@@ -1,4 +1,4 @@
-"""What is known of a call's rows gives the masks that transformers makes when it asks for itself."""
+"""Tests that masks from cached packing metadata equal the masks of transformers."""
 
 import pytest
 import torch
@@ -28,64 +28,64 @@ FUNCTIONS = {
 @pytest.mark.parametrize("name", ["sdpa", "eager", "flash_attention_2"])
 @pytest.mark.parametrize(("function", "options"), FUNCTIONS.values(), ids=FUNCTIONS)
 @pytest.mark.parametrize("rows", [FULL, RIGHT, LEFT], ids=["full", "right", "left"])
-def test_masks_are_those_of_transformers(name, function, options, rows):
-    given = torch.tensor(rows)
-    made = given.bool()
-    known = PackingInfo([{"attention_mask": given}])
-    known.note_mask(given, made)
-    assert known.hides_tokens(made) is (rows is not FULL)
+def test_masks_match_transformers(name, function, options, rows):
+    attention_mask = torch.tensor(rows)
+    bool_mask = attention_mask.bool()
+    packing = PackingInfo([{"attention_mask": attention_mask}])
+    packing.note_mask(attention_mask, bool_mask)
+    assert packing.hides_tokens(bool_mask) is (rows is not FULL)
     stock = ALL_MASK_ATTENTION_FUNCTIONS._global_mapping[name]
     sizes = {"batch_size": 2, "q_length": 6, "kv_length": 6, "mask_function": function, **options}
-    expected = stock(**sizes, attention_mask=made)
-    found = _mask(stock, [known], **sizes, attention_mask=made)
-    assert (found is None) == (expected is None)
-    assert expected is None or torch.equal(found, expected)
+    expected = stock(**sizes, attention_mask=bool_mask)
+    mask = _mask(stock, [packing], **sizes, attention_mask=bool_mask)
+    assert (mask is None) == (expected is None)
+    assert expected is None or torch.equal(mask, expected)
 
 
-def test_what_is_no_mask_of_the_call_is_not_known():
-    given = torch.ones(2, 6)
-    known = PackingInfo([{"attention_mask": given}])
-    assert known.hides_tokens(torch.ones(2, 6)) is None
-    known.note_mask(given.clone(), torch.zeros(2, 6))
-    assert known.hides_tokens(given) is None and known.begins_anew(given) is None
+def test_unrelated_mask_has_no_packing_info():
+    attention_mask = torch.ones(2, 6)
+    packing = PackingInfo([{"attention_mask": attention_mask}])
+    assert packing.hides_tokens(torch.ones(2, 6)) is None
+    packing.note_mask(attention_mask.clone(), torch.zeros(2, 6))
+    assert packing.hides_tokens(attention_mask) is None and packing.begins_anew(attention_mask) is None
 
 
-def test_each_microbatch_has_its_own_answer(monkeypatch):
+def test_packing_info_is_per_microbatch(monkeypatch):
     full_batch = {
         "attention_mask": torch.tensor([*FULL, *RIGHT]),
         "position_ids": torch.tensor([[0, 1, 2, 3, 4, 5]] * 4),
     }
     full_batch["position_ids"][3] = torch.tensor([0, 1, 0, 1, 2, 3])
-    parts = [{name: value[start : start + 2] for name, value in full_batch.items()} for start in (0, 2)]
-    known = PackingInfo(parts)
-    for part in parts:
-        known.note_mask(part["attention_mask"], part["attention_mask"])
-    asked = []
+    microbatches = [{name: value[start : start + 2] for name, value in full_batch.items()} for start in (0, 2)]
+    packing = PackingInfo(microbatches)
+    for microbatch in microbatches:
+        packing.note_mask(microbatch["attention_mask"], microbatch["attention_mask"])
+    tolist_calls = []
     tolist = torch.Tensor.tolist
-    monkeypatch.setattr(torch.Tensor, "tolist", lambda self: asked.append(1) or tolist(self))
-    assert [known.hides_tokens(part["attention_mask"]) for part in parts] == [False, True]
-    assert [known.begins_anew(part["position_ids"]) for part in parts] == [False, True]
-    assert len(asked) == 1
+    monkeypatch.setattr(torch.Tensor, "tolist", lambda self: tolist_calls.append(1) or tolist(self))
+    assert [packing.hides_tokens(microbatch["attention_mask"]) for microbatch in microbatches] == [False, True]
+    assert [packing.begins_anew(microbatch["position_ids"]) for microbatch in microbatches] == [False, True]
+    assert len(tolist_calls) == 1
 
 
 @pytest.mark.parametrize("rows", [[[0, 1, 2, 3]] * 2, [[0, 1, 0, 1], [0, 0, 1, 2]], [[3, 4, 5, 6], [0, 1, 5, 6]]])
-def test_documents_are_those_of_transformers(rows, monkeypatch):
+def test_packed_sequence_indices_match_transformers(rows, monkeypatch):
     positions = torch.tensor(rows)
-    known = PackingInfo([{"position_ids": positions}])
-    monkeypatch.setattr("hf_megatron.data_parallel.packed_sequences._active_forwards", lambda: [known])
-    expected, found = STOCK(positions), find(STOCK, positions)
-    assert (found is None) == (expected is None)
-    assert expected is None or torch.equal(found, expected)
+    packing = PackingInfo([{"position_ids": positions}])
+    monkeypatch.setattr("hf_megatron.data_parallel.packed_sequences._active_forwards", lambda: [packing])
+    expected, indices = STOCK(positions), find(STOCK, positions)
+    assert (indices is None) == (expected is None)
+    assert expected is None or torch.equal(indices, expected)
 
 
-def test_a_function_of_the_users_is_called_with_what_transformers_gives():
-    given = torch.tensor(RIGHT)
-    known = PackingInfo([{"attention_mask": given}])
-    known.note_mask(given, given)
+def test_custom_mask_function_gets_transformers_arguments():
+    mask = torch.tensor(RIGHT)
+    packing = PackingInfo([{"attention_mask": mask}])
+    packing.note_mask(mask, mask)
     calls = []
 
-    def own(*, attention_mask, mask_function, batch_size, q_length, kv_length):
+    def record_call(*, attention_mask, mask_function, batch_size, q_length, kv_length):
         calls.append((attention_mask, mask_function, batch_size, q_length, kv_length))
 
-    _mask(own, [known], batch_size=2, q_length=6, kv_length=6, mask_function=None, attention_mask=given)
-    assert calls == [(given, None, 2, 6, 6)]
+    _mask(record_call, [packing], batch_size=2, q_length=6, kv_length=6, mask_function=None, attention_mask=mask)
+    assert calls == [(mask, None, 2, 6, 6)]

@@ -1,4 +1,4 @@
-"""Pairs from texts: what Megatron-LM's script writes, however often the build is killed."""
+"""Tests of building Megatron .bin/.idx pairs from texts, against Megatron-LM's output and with killed builds."""
 
 import gzip
 import json
@@ -25,15 +25,15 @@ WORDS = [f"w{number}" for number in range(200)]
 
 
 def make_tokenizer():
-    vocabulary = {word: number for number, word in enumerate(["<unk>", "<eos>", *WORDS])}
+    vocabulary = {word: index for index, word in enumerate(["<unk>", "<eos>", *WORDS])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>", eos_token="<eos>")
 
 
 def make_texts(count=300, seed=0):
-    drawn = random.Random(seed)
-    return [" ".join(drawn.choices(WORDS, k=drawn.randrange(0, 12))) for _ in range(count)]
+    generator = random.Random(seed)
+    return [" ".join(generator.choices(WORDS, k=generator.randrange(0, 12))) for _ in range(count)]
 
 
 def write_lines(path, texts):
@@ -43,79 +43,85 @@ def write_lines(path, texts):
     return path
 
 
-def as_megatron_writes(prefix, texts, tokenizer, *, append_eod):
-    """`tools/preprocess_data.py` document by document: one sequence each, none where there is no token."""
+def write_like_megatron(prefix, texts, tokenizer, *, append_eod):
+    """Writes a pair as `tools/preprocess_data.py` does: one sequence per document, none for an empty one."""
     with IndexedWriter(prefix, "uint16") as writer:
         for text in texts:
             ids = tokenizer(text, add_special_tokens=False).input_ids
             writer.add_document([ids + [tokenizer.eos_token_id] * append_eod] if ids else [])
 
 
-def same_files(one, other):
+def have_same_files(one, other):
     return all(open(f"{one}.{kind}", "rb").read() == open(f"{other}.{kind}", "rb").read() for kind in ("bin", "idx"))
 
 
 @pytest.mark.parametrize("append_eod", [False, True])
 @pytest.mark.parametrize("kind", ["jsonl", "jsonl.gz", "parquet", "folder", "txt"])
-def test_all_kinds_of_files(tmp_path, kind, append_eod):
+def test_all_file_formats_match_megatron(tmp_path, kind, append_eod):
     tokenizer, texts = make_tokenizer(), make_texts()
-    parts = [texts[:130], texts[130:]]
+    texts_by_file = [texts[:130], texts[130:]]
     if kind == "txt":
-        parts = [[text] for text in texts[:20]]
+        texts_by_file = [[text] for text in texts[:20]]
         texts = texts[:20]
     sources = []
-    for number, part in enumerate(parts):
-        path = tmp_path / f"part{number}.{kind}"
+    for index, file_texts in enumerate(texts_by_file):
+        path = tmp_path / f"part{index}.{kind}"
         if kind.startswith("jsonl"):
-            write_lines(path, part)
+            write_lines(path, file_texts)
         elif kind == "parquet":
-            pyarrow.parquet.write_table(pyarrow.table({"id": [1] * len(part), "text": part}), path, row_group_size=50)
+            pyarrow.parquet.write_table(
+                pyarrow.table({"id": [1] * len(file_texts), "text": file_texts}), path, row_group_size=50
+            )
         elif kind == "txt":
-            path.write_text(part[0], encoding="utf-8")
+            path.write_text(file_texts[0], encoding="utf-8")
         else:
-            Dataset.from_dict({"text": part}).save_to_disk(path)
+            Dataset.from_dict({"text": file_texts}).save_to_disk(path)
         sources.append(path)
-    found = build_pair(tmp_path / "ours", sources, tokenizer, append_eod=append_eod)
-    as_megatron_writes(tmp_path / "theirs", texts, tokenizer, append_eod=append_eod)
-    assert same_files(tmp_path / "ours", tmp_path / "theirs")
+    summary = build_pair(tmp_path / "ours", sources, tokenizer, append_eod=append_eod)
+    write_like_megatron(tmp_path / "theirs", texts, tokenizer, append_eod=append_eod)
+    assert have_same_files(tmp_path / "ours", tmp_path / "theirs")
     dataset = IndexedDataset(tmp_path / "ours")
-    assert (found.documents, found.tokens) == (len(texts), dataset.tokens) == (len(dataset.documents) - 1, found.tokens)
+    assert (
+        (summary.documents, summary.tokens)
+        == (len(texts), dataset.tokens)
+        == (len(dataset.documents) - 1, summary.tokens)
+    )
     assert not (tmp_path / "ours.building").exists()
 
 
-def test_a_killed_build_goes_on(tmp_path, monkeypatch):
-    """Killed five times at places that are drawn, what was written beyond the last known place included."""
+def test_killed_build_resumes(tmp_path, monkeypatch):
+    """Kills the build at five random positions, with data beyond the last recorded position on disk."""
     tokenizer, texts = make_tokenizer(), make_texts(3000)
     sources = [write_lines(tmp_path / "one.jsonl", texts[:1700]), write_lines(tmp_path / "two.jsonl", texts[1700:])]
-    as_megatron_writes(tmp_path / "whole", texts, tokenizer, append_eod=True)
+    write_like_megatron(tmp_path / "whole", texts, tokenizer, append_eod=True)
     monkeypatch.setattr(building, "_BATCH", 100)
     monkeypatch.setattr(building, "_KEPT_EVERY", 0.0)
-    original, drawn = building._Encoder.__call__, random.Random(0)
+    original, generator = building._Encoder.__call__, random.Random(0)
     for _ in range(5):
-        stop = drawn.randrange(2, 7)
+        stop = generator.randrange(2, 7)
         child = os.fork()
         if child == 0:
             calls = []
 
-            def encoded(*args, calls=calls, stop=stop):
+            def encode_or_kill(*args, calls=calls, stop=stop):
                 calls.append(1)
                 if len(calls) == stop:
                     os.kill(os.getpid(), signal.SIGKILL)
                 return original(*args)
 
-            building._Encoder.__call__ = encoded
+            building._Encoder.__call__ = encode_or_kill
             build_pair(tmp_path / "ours", sources, tokenizer, append_eod=True)
             os._exit(0)
         assert os.waitpid(child, 0)[1] == signal.SIGKILL
-        # Half a batch that reached the disk.
+        # Part of an unrecorded batch reached the disk.
         with open(tmp_path / "ours.building" / "bin", "ab") as file:
             file.write(b"123")
-    again = build_pair(tmp_path / "ours", sources, tokenizer, append_eod=True)
-    assert again.documents == 3000 and again.new_tokens < again.tokens
-    assert same_files(tmp_path / "ours", tmp_path / "whole")
+    summary = build_pair(tmp_path / "ours", sources, tokenizer, append_eod=True)
+    assert summary.documents == 3000 and summary.new_tokens < summary.tokens
+    assert have_same_files(tmp_path / "ours", tmp_path / "whole")
 
 
-def test_what_was_begun_otherwise_says_so(tmp_path):
+def test_resume_with_different_settings_is_rejected(tmp_path):
     tokenizer = make_tokenizer()
     source = write_lines(tmp_path / "one.jsonl", [*make_texts(), 7])
     with pytest.raises(DataError, match=r"one.jsonl:301: expected a string, got int"):
@@ -130,25 +136,25 @@ def test_what_was_begun_otherwise_says_so(tmp_path):
         build_pair(tmp_path / "ours", [source], tokenizer)
 
 
-def test_a_tokenizer_that_was_saved_with_limits(tmp_path):
-    """Texts are taken whole, as tokenizers of transformers do when they are called."""
+def test_saved_truncation_and_padding_are_ignored(tmp_path):
+    """Texts are neither truncated nor padded, as when a transformers tokenizer is called."""
     tokenizer, texts = make_tokenizer(), make_texts()
     tokenizer.backend_tokenizer.enable_truncation(3)
     tokenizer.backend_tokenizer.enable_padding()
     build_pair(tmp_path / "ours", [write_lines(tmp_path / "one.jsonl", texts)], tokenizer)
-    as_megatron_writes(tmp_path / "theirs", texts, make_tokenizer(), append_eod=False)
-    assert same_files(tmp_path / "ours", tmp_path / "theirs")
+    write_like_megatron(tmp_path / "theirs", texts, make_tokenizer(), append_eod=False)
+    assert have_same_files(tmp_path / "ours", tmp_path / "theirs")
 
 
 @pytest.mark.parametrize("name", ["a.jsonl.gz", "a.txt.gz"])
-def test_a_compressed_file_that_is_cut_off(tmp_path, name):
+def test_truncated_gzip_is_rejected(tmp_path, name):
     unsharded = gzip.compress(b'{"text": "w1 w2"}\n' * 2000)
     (tmp_path / name).write_bytes(unsharded[: len(unsharded) // 2])
     with pytest.raises(DataError, match=f"{name}: is not a complete gzip file"):
         build_pair(tmp_path / "ours", [tmp_path / name], make_tokenizer())
 
 
-def test_tokens_that_a_tokenizer_puts_around_texts(tmp_path):
+def test_special_tokens_around_texts(tmp_path):
     tokenizer, source = make_tokenizer(), write_lines(tmp_path / "one.jsonl", ["w1 w2", "", "w3"])
     begin = tokenizer.convert_tokens_to_ids("w9")
     tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing("w9 $A", special_tokens=[("w9", begin)])
@@ -156,22 +162,22 @@ def test_tokens_that_a_tokenizer_puts_around_texts(tmp_path):
     for special, around in ((True, [begin]), (False, [])):
         prefix = tmp_path / f"special{special}"
         build_pair(prefix, [source], tokenizer, special_tokens=special)
-        found = [one.tolist() for one in IndexedDataset(prefix)]
-        assert found == [around + words[:2], *([around] if special else []), around + words[2:]]
-        assert found[0] == tokenizer("w1 w2", add_special_tokens=special).input_ids
+        sequences = [one.tolist() for one in IndexedDataset(prefix)]
+        assert sequences == [around + words[:2], *([around] if special else []), around + words[2:]]
+        assert sequences[0] == tokenizer("w1 w2", add_special_tokens=special).input_ids
 
 
-def test_a_kill_between_the_two_files(tmp_path, monkeypatch):
+def test_interrupt_between_bin_and_idx_resumes(tmp_path, monkeypatch):
     tokenizer, source = make_tokenizer(), write_lines(tmp_path / "one.jsonl", make_texts())
     original = os.replace
 
-    def killed(one, other):
+    def interrupt_replace(one, other):
         if str(other).endswith("ours.idx"):
             raise KeyboardInterrupt
         original(one, other)
 
-    with monkeypatch.context() as patched:
-        patched.setattr(building.os, "replace", killed)
+    with monkeypatch.context() as patch:
+        patch.setattr(building.os, "replace", interrupt_replace)
         with pytest.raises(KeyboardInterrupt):
             build_pair(tmp_path / "ours", [source], tokenizer)
     assert not (tmp_path / "ours.idx").exists()
@@ -179,11 +185,11 @@ def test_a_kill_between_the_two_files(tmp_path, monkeypatch):
     with pytest.raises(DataError, match="was started with a different sources"):
         build_pair(tmp_path / "ours", [other], tokenizer)
     assert build_pair(tmp_path / "ours", [source], tokenizer).documents == 300
-    as_megatron_writes(tmp_path / "theirs", make_texts(), tokenizer, append_eod=False)
-    assert same_files(tmp_path / "ours", tmp_path / "theirs") and not (tmp_path / "ours.building").exists()
+    write_like_megatron(tmp_path / "theirs", make_texts(), tokenizer, append_eod=False)
+    assert have_same_files(tmp_path / "ours", tmp_path / "theirs") and not (tmp_path / "ours.building").exists()
 
 
-def test_two_builders_of_one_pair(tmp_path):
+def test_second_concurrent_build_is_rejected(tmp_path):
     tokenizer, source = make_tokenizer(), write_lines(tmp_path / "one.jsonl", make_texts())
     child = os.fork()
     if child == 0:
@@ -199,29 +205,29 @@ def test_two_builders_of_one_pair(tmp_path):
     assert IndexedDataset(tmp_path / "ours").verify(202)["documents"] == 300
 
 
-def test_a_full_disk_costs_no_work(tmp_path, monkeypatch):
+def test_full_disk_loses_no_progress(tmp_path, monkeypatch):
     tokenizer, source = make_tokenizer(), write_lines(tmp_path / "one.jsonl", make_texts(1000))
     monkeypatch.setattr(building, "_KEPT_EVERY", 0.0)
     calls = []
 
-    def full(self):
+    def raise_disk_full(self):
         calls.append(1)
         if len(calls) == 3:
-            # Half of what was written has reached the disk.
+            # Part of the written data has reached the disk.
             self._files["lengths"].flush()
             raise OSError(28, "No space left on device")
         return original(self)
 
     original = building._Build._keep
-    with monkeypatch.context() as patched:
-        patched.setattr(building._Build, "_keep", full)
+    with monkeypatch.context() as patch:
+        patch.setattr(building._Build, "_keep", raise_disk_full)
         with pytest.raises(OSError, match="No space left"):
             build_pair(tmp_path / "ours", [source], tokenizer)
     assert not (tmp_path / "ours.bin").exists()
-    found = build_pair(tmp_path / "ours", [source], tokenizer)
-    assert found.documents == 1000 and found.new_tokens < found.tokens
-    as_megatron_writes(tmp_path / "theirs", make_texts(1000), tokenizer, append_eod=False)
-    assert same_files(tmp_path / "ours", tmp_path / "theirs")
+    summary = build_pair(tmp_path / "ours", [source], tokenizer)
+    assert summary.documents == 1000 and summary.new_tokens < summary.tokens
+    write_like_megatron(tmp_path / "theirs", make_texts(1000), tokenizer, append_eod=False)
+    assert have_same_files(tmp_path / "ours", tmp_path / "theirs")
 
 
 @pytest.mark.parametrize(
@@ -238,7 +244,7 @@ def test_a_full_disk_costs_no_work(tmp_path, monkeypatch):
         ("a.jsonl.gz", '{"text": "w1"}\n', {}, "a.jsonl.gz: is not a complete gzip file"),
     ],
 )
-def test_files_that_are_wrong_say_so(tmp_path, name, content, options, message):
+def test_invalid_files_are_rejected(tmp_path, name, content, options, message):
     (tmp_path / name).write_text(content)
     with pytest.raises(DataError, match=message):
         build_pair(tmp_path / "ours", [tmp_path / name], make_tokenizer(), **options)
@@ -246,14 +252,14 @@ def test_files_that_are_wrong_say_so(tmp_path, name, content, options, message):
 
 
 @pytest.mark.parametrize(("name", "module"), [("a.parquet", "pyarrow"), ("folder", "datasets")])
-def test_tables_without_their_library_say_so(tmp_path, monkeypatch, name, module):
+def test_missing_table_library_is_reported(tmp_path, monkeypatch, name, module):
     monkeypatch.setitem(sys.modules, module, None)
     (tmp_path / name).mkdir() if name == "folder" else (tmp_path / name).write_text("x")
     with pytest.raises(DataError, match=r'tables need datasets: pip install "hf_megatron\[data\]"'):
         build_pair(tmp_path / "ours", [tmp_path / name], make_tokenizer())
 
 
-def test_what_is_there_stays(tmp_path):
+def test_existing_pair_is_not_overwritten(tmp_path):
     tokenizer, source = make_tokenizer(), write_lines(tmp_path / "one.jsonl", ["w1 w2"])
     build_pair(tmp_path / "ours", [source], tokenizer)
     with pytest.raises(DataError, match="already exists"):

@@ -1,4 +1,4 @@
-"""Pairs of files as Megatron wrote them are read; written pairs are equal to them byte for byte; damage is named."""
+"""Tests of Megatron's indexed datasets: reading, byte-identical writing and detection of damage."""
 
 import pickle
 import shutil
@@ -17,41 +17,41 @@ DATA = Path(__file__).parents[2] / "data" / "megatron_indexed"
 INPUTS, TARGETS = DATA / "ag_news_prompt_inputs_document", DATA / "ag_news_prompt_targets_document"
 
 
-def _documents(dataset):
+def _list_documents(dataset):
     return [
-        [dataset[number] for number in range(start, stop)]
+        [dataset[index] for index in range(start, stop)]
         for start, stop in zip(dataset.documents, dataset.documents[1:], strict=False)
     ]
 
 
-def _write(prefix, documents, dtype="int32", **options):
+def _write_pair(prefix, documents, dtype="int32", **options):
     with IndexedWriter(prefix, dtype, **options) as writer:
         for document in documents:
             writer.add_document(document)
 
 
 @pytest.mark.parametrize("prefix", [INPUTS, TARGETS], ids=["inputs", "targets"])
-def test_what_megatron_wrote(prefix, tmp_path):
+def test_megatron_pair_round_trips(prefix, tmp_path):
     dataset = IndexedDataset(prefix)
-    counted = dataset.verify(vocab_size=250_880)
-    assert (counted["sequences"], counted["documents"], str(dataset.dtype)) == (100, 100, "int32")
-    assert counted["tokens"] == sum(map(len, dataset)) == dataset.tokens
-    _write(tmp_path / "copy", _documents(dataset))
+    summary = dataset.verify(vocab_size=250_880)
+    assert (summary["sequences"], summary["documents"], str(dataset.dtype)) == (100, 100, "int32")
+    assert summary["tokens"] == sum(map(len, dataset)) == dataset.tokens
+    _write_pair(tmp_path / "copy", _list_documents(dataset))
     for ending in ("bin", "idx"):
         assert (tmp_path / f"copy.{ending}").read_bytes() == Path(f"{prefix}.{ending}").read_bytes()
     with pytest.raises(DataError, match="the vocabulary size is 100"):
         dataset.verify(vocab_size=100)
 
 
-def test_merged(tmp_path):
+def test_merge_datasets(tmp_path):
     merge_datasets(tmp_path / "both", [INPUTS, TARGETS])
     both, first, second = IndexedDataset(tmp_path / "both"), IndexedDataset(INPUTS), IndexedDataset(TARGETS)
     assert both.verify()["tokens"] == first.tokens + second.tokens
     assert len(both) == 200 and list(both.documents) == list(range(201))
     assert np.array_equal(both[100], second[0]) and np.array_equal(both[199], second[99])
-    _write(tmp_path / "one", [*_documents(first), *_documents(second)])
+    _write_pair(tmp_path / "one", [*_list_documents(first), *_list_documents(second)])
     assert (tmp_path / "one.idx").read_bytes() == (tmp_path / "both.idx").read_bytes()
-    _write(tmp_path / "small", [[[1, 2]]], "uint16")
+    _write_pair(tmp_path / "small", [[[1, 2]]], "uint16")
     with pytest.raises(DataError, match="small: has dtype uint16"):
         merge_datasets(tmp_path / "mixed", [INPUTS, tmp_path / "small"])
     assert not list(tmp_path.glob("mixed*"))
@@ -59,9 +59,9 @@ def test_merged(tmp_path):
         merge_datasets(tmp_path / "both", [INPUTS])
 
 
-def test_parts_and_several_sequences(tmp_path):
+def test_partial_reads_and_multi_sequence_documents(tmp_path):
     documents = [[[1, 2, 3], [4]], [[]], [[5, 6]], []]
-    _write(tmp_path / "few", documents, "uint16")
+    _write_pair(tmp_path / "few", documents, "uint16")
     dataset = IndexedDataset(tmp_path / "few")
     assert list(map(list, dataset)) == [[1, 2, 3], [4], [], [5, 6]]
     assert list(dataset.documents) == [0, 2, 3, 4, 4]
@@ -69,8 +69,8 @@ def test_parts_and_several_sequences(tmp_path):
     assert dataset.verify()["empty sequences"] == 1
     with pytest.raises(IndexError, match="tokens 2 to 4 of sequence 0, which has 3"):
         dataset.read(0, 2, 2)
-    again = pickle.loads(pickle.dumps(dataset))
-    assert list(again[3]) == [5, 6] and len(pickle.dumps(dataset)) < 500
+    unpickled = pickle.loads(pickle.dumps(dataset))
+    assert list(unpickled[3]) == [5, 6] and len(pickle.dumps(dataset)) < 500
 
 
 def test_modes(tmp_path):
@@ -91,64 +91,67 @@ def test_modes(tmp_path):
 
 
 @pytest.mark.parametrize("dtype", ["uint8", "int8", "int16", "int32", "int64", "float32", "float64", "uint16"])
-def test_all_types(tmp_path, dtype):
-    _write(tmp_path / "one", [[[1, 2, 100]]], dtype)
+def test_all_dtypes(tmp_path, dtype):
+    _write_pair(tmp_path / "one", [[[1, 2, 100]]], dtype)
     dataset = IndexedDataset(tmp_path / "one")
     assert dataset.dtype == dtype and list(dataset[0]) == [1, 2, 100]
 
 
-def test_types_of_vocabularies(tmp_path):
+def test_token_dtype_by_vocabulary_size(tmp_path):
     assert [str(token_dtype(size)) for size in (65_499, 65_500, 65_537, None)] == ["uint16", "int32", "int32", "int32"]
     with pytest.raises(DataError, match="token 65536 does not fit into uint16"):
-        _write(tmp_path / "large", [[[1, 65_536]]], "uint16")
+        _write_pair(tmp_path / "large", [[[1, 65_536]]], "uint16")
     with pytest.raises(DataError, match="dtype=complex64"):
         IndexedWriter(tmp_path / "large", "complex64")
     assert not list(tmp_path.iterdir())
 
 
-def test_nothing_is_left_of_what_fails(tmp_path):
+def test_failed_writes_leave_no_files(tmp_path):
     with pytest.raises(ZeroDivisionError), IndexedWriter(tmp_path / "ended", "int32") as writer:
         writer.add_document([[1, 2]])
         _ = 1 / 0
     with pytest.raises(DataError, match="nothing was written"), IndexedWriter(tmp_path / "empty", "int32"):
         pass
     assert not list(tmp_path.iterdir())
-    _write(tmp_path / "kept", [[[1]]])
+    _write_pair(tmp_path / "kept", [[[1]]])
     with pytest.raises(ZeroDivisionError), IndexedWriter(tmp_path / "kept", "int32", overwrite=True) as writer:
         writer.add_document([[2]])
         _ = 1 / 0
     assert list(IndexedDataset(tmp_path / "kept")[0]) == [1]
-    _write(tmp_path / "kept", [[[2]]], overwrite=True)
+    _write_pair(tmp_path / "kept", [[[2]]], overwrite=True)
     assert list(IndexedDataset(tmp_path / "kept")[0]) == [2]
 
 
-def _cut(path, size):
+def _truncate_file(path, size):
     path.write_bytes(path.read_bytes()[:size])
 
 
-def _set(path, place, form, value):
+def _patch_file(path, place, form, value):
     content = bytearray(path.read_bytes())
     struct.pack_into(form, content, place, value)
     path.write_bytes(content)
 
 
 DAMAGE = {
-    "short data": (lambda idx, data: _cut(data, 23_700), "truncated or from another pair"),
-    "empty data": (lambda idx, data: _cut(data, 0), "truncated or from another pair"),
-    "short index": (lambda idx, data: _cut(idx, 2_000), "has 2000 bytes, but its header declares 100 sequences"),
-    "short header": (lambda idx, data: _cut(idx, 20), "is not a Megatron index"),
-    "empty index": (lambda idx, data: _cut(idx, 0), "is not a Megatron index"),
+    "short data": (lambda idx, data: _truncate_file(data, 23_700), "truncated or from another pair"),
+    "empty data": (lambda idx, data: _truncate_file(data, 0), "truncated or from another pair"),
+    "short index": (
+        lambda idx, data: _truncate_file(idx, 2_000),
+        "has 2000 bytes, but its header declares 100 sequences",
+    ),
+    "short header": (lambda idx, data: _truncate_file(idx, 20), "is not a Megatron index"),
+    "empty index": (lambda idx, data: _truncate_file(idx, 0), "is not a Megatron index"),
     "another's index": (
         lambda idx, data: shutil.copyfile(f"{TARGETS}.idx", idx),
         "truncated or from another pair",
     ),
     "another format": (lambda idx, data: idx.write_bytes(b"TNTIDX\x00\x00" + bytes(100)), "fairseq's old format"),
-    "another version": (lambda idx, data: _set(idx, 9, "<Q", 2), "format version 2"),
-    "unknown type": (lambda idx, data: _set(idx, 17, "<B", 9), "unknown dtype code 9"),
-    "no sequence": (lambda idx, data: _set(idx, 18, "<Q", 0), "has 0 sequences"),
-    "more sequences": (lambda idx, data: _set(idx, 18, "<Q", 2**60), "sequences and 101 document entries"),
+    "another version": (lambda idx, data: _patch_file(idx, 9, "<Q", 2), "format version 2"),
+    "unknown type": (lambda idx, data: _patch_file(idx, 17, "<B", 9), "unknown dtype code 9"),
+    "no sequence": (lambda idx, data: _patch_file(idx, 18, "<Q", 0), "has 0 sequences"),
+    "more sequences": (lambda idx, data: _patch_file(idx, 18, "<Q", 2**60), "sequences and 101 document entries"),
     "wrong end": (
-        lambda idx, data: _set(idx, 34 + 12 * 100 + 8 * 100, "<q", 99),
+        lambda idx, data: _patch_file(idx, 34 + 12 * 100 + 8 * 100, "<q", 99),
         "sequences 0 to 99, expected 0 to 100",
     ),
     "no data": (lambda idx, data: data.unlink(), "no such file"),
@@ -156,7 +159,7 @@ DAMAGE = {
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
-def test_damage_is_named_when_it_is_opened(tmp_path, damage):
+def test_damage_is_reported_on_open(tmp_path, damage):
     for ending in ("bin", "idx"):
         shutil.copyfile(f"{INPUTS}.{ending}", tmp_path / f"pair.{ending}")
     spoil, message = DAMAGE[damage]
@@ -173,15 +176,15 @@ def test_damage_is_named_when_it_is_opened(tmp_path, damage):
         (34 + 12 * 100 + 8 * 3, "<q", 90, "document 4 begins before document 3"),
     ],
 )
-def test_damage_inside_is_named_when_all_is_read(tmp_path, place, form, value, message):
+def test_inner_damage_is_reported_by_verify(tmp_path, place, form, value, message):
     for ending in ("bin", "idx"):
         shutil.copyfile(f"{INPUTS}.{ending}", tmp_path / f"pair.{ending}")
-    _set(tmp_path / "pair.idx", place, form, value)
+    _patch_file(tmp_path / "pair.idx", place, form, value)
     with pytest.raises(DataError, match=message):
         IndexedDataset(tmp_path / "pair").verify()
 
 
-def test_a_document_that_is_refused_leaves_nothing(tmp_path):
+def test_rejected_document_writes_nothing(tmp_path):
     with IndexedWriter(tmp_path / "pair", "uint16") as writer:
         for document in ([[1, 2], [3]], [[7, 7], [70000]], [5, 6], [[[1, 2]]], [[4, 5]]):
             if document in ([[1, 2], [3]], [[4, 5]]):
@@ -189,8 +192,12 @@ def test_a_document_that_is_refused_leaves_nothing(tmp_path):
             else:
                 with pytest.raises(DataError, match="token 70000 does not fit into uint16|got . dims"):
                     writer.add_document(document)
-    found = IndexedDataset(tmp_path / "pair")
-    assert [row.tolist() for row in found] == [[1, 2], [3], [4, 5]] and found.documents.tolist() == [0, 2, 3]
+    dataset = IndexedDataset(tmp_path / "pair")
+    assert [sequence.tolist() for sequence in dataset] == [[1, 2], [3], [4, 5]] and dataset.documents.tolist() == [
+        0,
+        2,
+        3,
+    ]
     with IndexedWriter(tmp_path / "modes", "uint16", multimodal=True) as writer:
         with pytest.raises(DataError, match="got modes .* of 1 sequences"):
             writer.add_document([[1]], modes=[0, 1])
@@ -198,7 +205,7 @@ def test_a_document_that_is_refused_leaves_nothing(tmp_path):
     assert IndexedDataset(tmp_path / "modes", multimodal=True).modes.tolist() == [0, 1]
 
 
-def test_a_pair_that_cannot_be_written_leaves_the_old_one(tmp_path, monkeypatch):
+def test_failed_overwrite_keeps_the_old_pair(tmp_path, monkeypatch):
     for name in ("old", "broken"):
         with IndexedWriter(tmp_path / name, "uint16") as writer:
             writer.add_document([[1, 2, 3]])
@@ -210,10 +217,10 @@ def test_a_pair_that_cannot_be_written_leaves_the_old_one(tmp_path, monkeypatch)
     with pytest.raises(DataError, match="broken.idx: sequence 1 does not begin where the one before it ends"):
         merge_datasets(tmp_path / "old", [tmp_path / "broken"], overwrite=True)
 
-    def full(*args):
+    def raise_disk_full(*args):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(indexed_writer, "write_index", full)
+    monkeypatch.setattr(indexed_writer, "write_index", raise_disk_full)
     with pytest.raises(OSError, match="No space left"):
         merge_datasets(tmp_path / "old", [tmp_path / "old"], overwrite=True)
     assert sorted((path.name, path.read_bytes()) for path in tmp_path.glob("old*")) == before

@@ -1,4 +1,4 @@
-"""Samples of masked sentences are those of Megatron-Core's BERT and T5 datasets."""
+"""Tests of BERT and T5 datasets against Megatron-Core."""
 
 import functools
 import random
@@ -33,21 +33,21 @@ SENTINELS = 24
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    tokens = [*SPECIAL, *(f"<extra_id_{number}>" for number in range(SENTINELS))]
-    tokens += [f"##{number}" if number % 3 == 0 else f"word{number}" for number in range(60)]
-    return BertTokenizer({token: number for number, token in enumerate(tokens)}, bos_token="[BOS]", eos_token="[EOS]")
+    tokens = [*SPECIAL, *(f"<extra_id_{index}>" for index in range(SENTINELS))]
+    tokens += [f"##{index}" if index % 3 == 0 else f"word{index}" for index in range(60)]
+    return BertTokenizer({token: index for index, token in enumerate(tokens)}, bos_token="[BOS]", eos_token="[EOS]")
 
 
 @pytest.fixture(scope="module")
 def one_process():
-    """Datasets of megatron-core ask for the rank."""
+    """Single-rank process group: the datasets of megatron-core query the rank."""
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     yield
     torch.distributed.destroy_process_group()
 
 
-def sentences(path, drawn, size, longest=30, tokens=None):
-    """A pair of documents of some sentences, some of them empty."""
+def write_sentence_pair(path, drawn, size, longest=30, tokens=None):
+    """Writes a pair whose documents have random numbers of sentences, and returns its prefix."""
     with IndexedWriter(path, "uint16") as writer:
         for _ in range(drawn.randrange(3, 20)):
             writer.add_document([
@@ -57,7 +57,7 @@ def sentences(path, drawn, size, longest=30, tokens=None):
     return str(path)
 
 
-def draw(drawn):
+def draw_masking(drawn):
     masking = Masking(
         probability=drawn.choice([0.15, 0.3, 0.5]),
         short_sequence_probability=drawn.choice([0.0, 0.1, 0.5]),
@@ -69,13 +69,13 @@ def draw(drawn):
     return masking, drawn.randrange(10, 64), drawn.choice([1, 20, 100]), drawn.randrange(1, 2**31)
 
 
-def peer_dataset(module, name, prefix, tokenizer, masking, length, samples, seed, cache, **options):
-    """Megatron-Core's dataset of all documents."""
+def make_peer_dataset(module, name, prefix, tokenizer, masking, length, samples, seed, cache, **options):
+    """Returns Megatron-Core's dataset over all documents."""
     datasets = pytest.importorskip(f"megatron.core.datasets.{module}")
     from megatron.core.datasets.indexed_dataset import IndexedDataset as PeerIndexed
     from megatron.core.datasets.utils import Split
 
-    vocabulary = {number: token for token, number in tokenizer.get_vocab().items()}
+    vocabulary = {token_id: token for token, token_id in tokenizer.get_vocab().items()}
     words = types.SimpleNamespace(
         cls=tokenizer.cls_token_id,
         sep=tokenizer.sep_token_id,
@@ -112,44 +112,44 @@ def peer_dataset(module, name, prefix, tokenizer, masking, length, samples, seed
 
 @pytest.mark.parametrize("seed", range(20))
 def test_bert_equals_megatron_core(tmp_path, one_process, tokenizer, seed):
-    """Five draws each; every sample's tokens, types, masks and labels."""
-    drawn, compared = random.Random(seed), 0
-    for number in range(5):
-        prefix = sentences(tmp_path / f"pair{number}", drawn, len(tokenizer), drawn.choice([5, 30]))
-        masking, length, samples, start = draw(drawn)
-        pairs = drawn.random() < 0.6
+    """Compares tokens, token types, masks and labels over five random configurations."""
+    generator, compared = random.Random(seed), 0
+    for index in range(5):
+        prefix = write_sentence_pair(tmp_path / f"pair{index}", generator, len(tokenizer), generator.choice([5, 30]))
+        masking, length, samples, start = draw_masking(generator)
+        pairs = generator.random() < 0.6
         try:
             dataset = BertDataset(
                 prefix, length, samples, tokenizer=tokenizer, masking=masking, pairs=pairs, seed=start, cache=tmp_path
             )
         except DataError as error:
-            # Megatron-Core would read the documents for ever.
+            # Megatron-Core would loop over the documents forever.
             assert "documents make no sample" in str(error)
             continue
-        peer = peer_dataset(
+        peer = make_peer_dataset(
             "bert_dataset", "BERTMaskedWordPieceDataset", prefix, tokenizer, masking, length, samples, start,
-            tmp_path / f"peer{number}", classification_head=pairs,
+            tmp_path / f"peer{index}", classification_head=pairs,
         )  # fmt: skip
         assert len(peer) == len(dataset)
         for sample in range(0, len(dataset), max(1, len(dataset) // 40)):
-            found, wanted = dataset[sample], peer[sample]
-            assert found["input_ids"].tolist() == wanted["text"].tolist()
-            assert found["token_type_ids"].tolist() == wanted["types"].tolist()
-            assert found["attention_mask"].tolist() == wanted["padding_mask"].tolist()
-            assert (found["labels"] != -100).long().tolist() == wanted["loss_mask"].tolist()
-            places = wanted["loss_mask"] == 1
-            assert found["labels"][places].tolist() == wanted["labels"][places].tolist()
-            assert (found["next_sentence_label"].item() if pairs else 0) == wanted["is_random"]
+            item, peer_item = dataset[sample], peer[sample]
+            assert item["input_ids"].tolist() == peer_item["text"].tolist()
+            assert item["token_type_ids"].tolist() == peer_item["types"].tolist()
+            assert item["attention_mask"].tolist() == peer_item["padding_mask"].tolist()
+            assert (item["labels"] != -100).long().tolist() == peer_item["loss_mask"].tolist()
+            is_masked = peer_item["loss_mask"] == 1
+            assert item["labels"][is_masked].tolist() == peer_item["labels"][is_masked].tolist()
+            assert (item["next_sentence_label"].item() if pairs else 0) == peer_item["is_random"]
             compared += 1
     assert compared
 
 
 @pytest.mark.parametrize("seed", range(20))
 def test_t5_equals_megatron_core(tmp_path, one_process, tokenizer, seed):
-    drawn, compared = random.Random(seed), 0
-    for number in range(5):
-        prefix = sentences(tmp_path / f"pair{number}", drawn, len(tokenizer), drawn.choice([5, 30]))
-        masking, length, samples, start = draw(drawn)
+    generator, compared = random.Random(seed), 0
+    for index in range(5):
+        prefix = write_sentence_pair(tmp_path / f"pair{index}", generator, len(tokenizer), generator.choice([5, 30]))
+        masking, length, samples, start = draw_masking(generator)
         try:
             dataset = T5Dataset(
                 prefix, length, 64, samples, tokenizer=tokenizer, masking=masking, seed=start, cache=tmp_path
@@ -157,91 +157,99 @@ def test_t5_equals_megatron_core(tmp_path, one_process, tokenizer, seed):
         except DataError as error:
             assert "documents make no sample" in str(error)
             continue
-        peer = peer_dataset(
+        peer = make_peer_dataset(
             "t5_dataset", "T5MaskedWordPieceDataset", prefix, tokenizer, masking, length, samples, start,
-            tmp_path / f"peer{number}", sequence_length_decoder=64,
+            tmp_path / f"peer{index}", sequence_length_decoder=64,
         )  # fmt: skip
         assert len(peer) == len(dataset)
         for sample in range(0, len(dataset), max(1, len(dataset) // 40)):
             try:
-                found = dataset[sample]
+                item = dataset[sample]
             except DataError as error:
                 assert "masked spans" in str(error)
                 with pytest.raises(IndexError):
                     peer[sample]
                 continue
-            wanted = peer[sample]
-            assert found["input_ids"].tolist() == wanted["text_enc"].tolist()
-            assert found["decoder_input_ids"].tolist() == wanted["text_dec"].tolist()
-            assert found["attention_mask"].tolist() == wanted["enc_mask"].tolist()
-            assert found["decoder_attention_mask"].tolist() == wanted["dec_mask"].tolist()
-            is_counted = wanted["loss_mask"] == 1
-            assert (found["labels"] != -100).tolist() == is_counted.tolist()
-            assert found["labels"][is_counted].tolist() == wanted["labels"][is_counted].tolist()
+            peer_item = peer[sample]
+            assert item["input_ids"].tolist() == peer_item["text_enc"].tolist()
+            assert item["decoder_input_ids"].tolist() == peer_item["text_dec"].tolist()
+            assert item["attention_mask"].tolist() == peer_item["enc_mask"].tolist()
+            assert item["decoder_attention_mask"].tolist() == peer_item["dec_mask"].tolist()
+            is_counted = peer_item["loss_mask"] == 1
+            assert (item["labels"] != -100).tolist() == is_counted.tolist()
+            assert item["labels"][is_counted].tolist() == peer_item["labels"][is_counted].tolist()
             compared += 1
     assert compared
 
 
-def test_orders_equal_those_of_megatron_core():
-    """Long sentences, documents without any, other parts of the documents, several epochs, all probabilities."""
+def test_sentence_orders_equal_megatron_core():
+    """Covers long sentences, empty documents, document ranges, several epochs and all probabilities."""
     helpers = pytest.importorskip("megatron.core.datasets.helpers")
-    drawn, compared = random.Random(0), 0
+    generator, compared = random.Random(0), 0
     for _ in range(300):
-        counts = [drawn.choice([0, 1, 1, 2, 3, 9]) for _ in range(drawn.randrange(1, 30))]
-        lengths = np.asarray([drawn.choice([drawn.randrange(100), 5, 512, 513]) for _ in range(sum(counts))], np.int32)
+        counts = [generator.choice([0, 1, 1, 2, 3, 9]) for _ in range(generator.randrange(1, 30))]
+        lengths = np.asarray(
+            [generator.choice([generator.randrange(100), 5, 512, 513]) for _ in range(sum(counts))], np.int32
+        )
         ends = np.cumsum([0, *counts])
-        first = drawn.randrange(len(counts))
-        part = ends[first : drawn.randrange(first + 1, len(counts) + 1) + 1]
-        length, seed, samples = drawn.randrange(2, 200), drawn.randrange(1, 2**31 - 1), drawn.choice([1, 50, 1000])
-        short, least = drawn.choice([0, 0.1, 0.15, 0.5, 1.0]), drawn.choice([1, 2])
+        first = generator.randrange(len(counts))
+        document_ends = ends[first : generator.randrange(first + 1, len(counts) + 1) + 1]
+        length, seed, samples = (
+            generator.randrange(2, 200),
+            generator.randrange(1, 2**31 - 1),
+            generator.choice([1, 50, 1000]),
+        )
+        short, least = generator.choice([0, 0.1, 0.15, 0.5, 1.0]), generator.choice([1, 2])
         try:
             order, _ = sentence_order(
-                lengths, part, length, samples, seed, short_probability=short, least_sentences=least
+                lengths, document_ends, length, samples, seed, short_probability=short, least_sentences=least
             )
         except DataError:
             continue
-        peer = helpers.build_mapping(part, lengths, 2**31 - 2, samples, length, short, seed, False, least)
+        peer = helpers.build_mapping(document_ends, lengths, 2**31 - 2, samples, length, short, seed, False, least)
         assert order.dtype == peer.dtype and np.array_equal(order, peer)
         compared += 1
     assert compared > 150
 
 
-def test_models_take_the_samples(tmp_path, tokenizer):
-    """Only masked tokens, and tokens of spans, count in the loss."""
-    prefix = sentences(tmp_path / "pair", random.Random(0), len(tokenizer))
+def test_models_accept_samples(tmp_path, tokenizer):
+    """Only masked tokens (BERT) and span tokens (T5) count in the loss."""
+    prefix = write_sentence_pair(tmp_path / "pair", random.Random(0), len(tokenizer))
     sizes = {"vocab_size": len(tokenizer), "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
     bert = BertConfig(intermediate_size=16, **sizes)
-    row = {name: value[None] for name, value in BertDataset(prefix, 32, tokenizer=tokenizer)[0].items()}
+    sample = {name: value[None] for name, value in BertDataset(prefix, 32, tokenizer=tokenizer)[0].items()}
     torch.manual_seed(0)
     model = BertForPreTraining(bert).eval()
-    outputs = model(**row)
-    targets = torch.nn.functional.cross_entropy(outputs.prediction_logits[0], row["labels"][0])
-    order = torch.nn.functional.cross_entropy(outputs.seq_relationship_logits, row["next_sentence_label"])
+    outputs = model(**sample)
+    targets = torch.nn.functional.cross_entropy(outputs.prediction_logits[0], sample["labels"][0])
+    order = torch.nn.functional.cross_entropy(outputs.seq_relationship_logits, sample["next_sentence_label"])
     torch.testing.assert_close(outputs.loss, targets + order)
-    alone = {name: value[None] for name, value in BertDataset(prefix, 32, tokenizer=tokenizer, pairs=False)[0].items()}
-    assert "next_sentence_label" not in alone
-    AutoModelForMaskedLM.from_config(bert)(**alone).loss.backward()
+    without_pairs = {
+        name: value[None] for name, value in BertDataset(prefix, 32, tokenizer=tokenizer, pairs=False)[0].items()
+    }
+    assert "next_sentence_label" not in without_pairs
+    AutoModelForMaskedLM.from_config(bert)(**without_pairs).loss.backward()
     t5 = T5Config(vocab_size=len(tokenizer), d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2)
-    row = {name: value[None] for name, value in T5Dataset(prefix, 32, 32, tokenizer=tokenizer)[0].items()}
-    outputs = T5ForConditionalGeneration(t5).eval()(**row)
-    torch.testing.assert_close(outputs.loss, torch.nn.functional.cross_entropy(outputs.logits[0], row["labels"][0]))
+    sample = {name: value[None] for name, value in T5Dataset(prefix, 32, 32, tokenizer=tokenizer)[0].items()}
+    outputs = T5ForConditionalGeneration(t5).eval()(**sample)
+    torch.testing.assert_close(outputs.loss, torch.nn.functional.cross_entropy(outputs.logits[0], sample["labels"][0]))
 
 
-def test_orders_have_keys_of_all_that_samples_depend_on(tmp_path, tokenizer):
-    prefix = sentences(tmp_path / "pair", random.Random(0), len(tokenizer))
-    given = {"sequence_length": 24, "tokenizer": tokenizer}
-    keys = [BertDataset(prefix, **given).order_key]
+def test_order_key_covers_all_sample_settings(tmp_path, tokenizer):
+    prefix = write_sentence_pair(tmp_path / "pair", random.Random(0), len(tokenizer))
+    settings = {"sequence_length": 24, "tokenizer": tokenizer}
+    keys = [BertDataset(prefix, **settings).order_key]
     for change in ({"seed": 2}, {"pairs": False}, {"masking": Masking(0.3)}, {"share": (0.0, 0.5)}, {"samples": 500}):
-        keys.append(BertDataset(prefix, **given, **change, cache=tmp_path / "cache").order_key)
-    keys.append(T5Dataset(prefix, target_length=24, **given).order_key)
-    assert all(one != other for place, one in enumerate(keys) for other in keys[:place])
-    kept = BertDataset(prefix, **given, samples=500, cache=tmp_path / "cache")
-    assert np.array_equal(kept.order, BertDataset(prefix, **given, samples=500).order)
+        keys.append(BertDataset(prefix, **settings, **change, cache=tmp_path / "cache").order_key)
+    keys.append(T5Dataset(prefix, target_length=24, **settings).order_key)
+    assert all(one != other for index, one in enumerate(keys) for other in keys[:index])
+    cached = BertDataset(prefix, **settings, samples=500, cache=tmp_path / "cache")
+    assert np.array_equal(cached.order, BertDataset(prefix, **settings, samples=500).order)
 
 
-def test_what_makes_no_samples_is_refused(tmp_path, tokenizer):
-    prefix = sentences(tmp_path / "pair", random.Random(0), len(tokenizer))
-    given = {"source": prefix, "sequence_length": 24, "tokenizer": tokenizer}
+def test_invalid_settings_are_rejected(tmp_path, tokenizer):
+    prefix = write_sentence_pair(tmp_path / "pair", random.Random(0), len(tokenizer))
+    settings = {"source": prefix, "sequence_length": 24, "tokenizer": tokenizer}
     for change, message in (
         ({"sequence_length": 4}, "expected 5 or more"),
         ({"seed": 0}, "and 1 or more"),
@@ -250,47 +258,49 @@ def test_what_makes_no_samples_is_refused(tmp_path, tokenizer):
         ({"masking": "words"}, "masking = 'words': expected a Masking"),
     ):
         with pytest.raises(DataError, match=message):
-            BertDataset(**{**given, **change})
+            BertDataset(**{**settings, **change})
     for probability in (0.0, "0.15"):
         with pytest.raises(DataError, match="probabilities between 0 and 1"):
             Masking(probability)
     with pytest.raises(DataError, match="tokenizer = 'name': expected a transformers tokenizer"):
-        BertDataset(**{**given, "tokenizer": "name"})
+        BertDataset(**{**settings, "tokenizer": "name"})
     with IndexedWriter(tmp_path / "special", "uint16") as writer:
         writer.add_document([[2, 40, 3], [2, 41, 3]])
     with pytest.raises(DataError, match="with add_special_tokens=False"):
-        BertDataset(**{**given, "source": str(tmp_path / "special")})[0]
+        BertDataset(**{**settings, "source": str(tmp_path / "special")})[0]
     for change in ({"sentinels": [10**7]}, {"begin": "x"}):
         with pytest.raises(DataError, match="expected token ids"):
-            T5Dataset(**given, target_length=24, **change)
+            T5Dataset(**settings, target_length=24, **change)
     with IndexedWriter(tmp_path / "long", "uint16") as writer:
         writer.add_document([[40] * 600, [41]])
     with pytest.raises(DataError, match="1 documents make no sample of 2 sentences"):
-        BertDataset(**{**given, "source": str(tmp_path / "long")})
+        BertDataset(**{**settings, "source": str(tmp_path / "long")})
     with IndexedWriter(tmp_path / "beyond", "uint16") as writer:
         writer.add_document([[40], [len(tokenizer)]])
     with pytest.raises(DataError, match=f"contains token {len(tokenizer)}, but the tokenizer has {len(tokenizer)}"):
-        BertDataset(**{**given, "source": str(tmp_path / "beyond")})[0]
+        BertDataset(**{**settings, "source": str(tmp_path / "beyond")})[0]
     with pytest.raises(DataError, match="tokens for the decoder"):
-        [T5Dataset(**given, target_length=3)[sample] for sample in range(5)]
-    bare = BertTokenizer({token: number for number, token in enumerate(SPECIAL)})
+        [T5Dataset(**settings, target_length=3)[sample] for sample in range(5)]
+    bare = BertTokenizer({token: index for index, token in enumerate(SPECIAL)})
     with pytest.raises(DataError, match="has no eos_token"):
-        T5Dataset(**{**given, "tokenizer": bare}, target_length=24)
+        T5Dataset(**{**settings, "tokenizer": bare}, target_length=24)
     bare.eos_token = "[EOS]"
     with pytest.raises(DataError, match="has no <extra_id_0>"):
-        T5Dataset(**{**given, "tokenizer": bare}, target_length=24)
+        T5Dataset(**{**settings, "tokenizer": bare}, target_length=24)
     causal = PretrainingDataset(IndexedDataset(prefix), 8)
     with pytest.raises(DataError, match="with and without next-token labels"):
-        BlendedDataset([BertDataset(**given), causal])
+        BlendedDataset([BertDataset(**settings), causal])
 
 
-def test_splits_and_blends_of_arguments(tmp_path, tokenizer):
-    prefixes = [sentences(tmp_path / name, random.Random(seed), len(tokenizer)) for seed, name in enumerate("ab")]
-    given = {"data-path": prefixes, "seq-length": 24, "train-iters": 4, "global-batch-size": 2, "split": "50,50,0"}
+def test_splits_and_blends_from_megatron_args(tmp_path, tokenizer):
+    prefixes = [
+        write_sentence_pair(tmp_path / name, random.Random(seed), len(tokenizer)) for seed, name in enumerate("ab")
+    ]
+    arguments = {"data-path": prefixes, "seq-length": 24, "train-iters": 4, "global-batch-size": 2, "split": "50,50,0"}
     bert = functools.partial(BertDataset, tokenizer=tokenizer)
-    found = datasets_from_megatron_args({**given, "data-cache-path": tmp_path / "cache"}, dataset=bert)
-    assert not found.train.is_shifted and len(found.train.datasets) == 2
-    alone = BertDataset(prefixes[1], 24, share=(0.0, 0.5), tokenizer=tokenizer)
-    assert found.train.datasets[1].order_key == alone.order_key
+    splits = datasets_from_megatron_args({**arguments, "data-cache-path": tmp_path / "cache"}, dataset=bert)
+    assert not splits.train.is_shifted and len(splits.train.datasets) == 2
+    single = BertDataset(prefixes[1], 24, share=(0.0, 0.5), tokenizer=tokenizer)
+    assert splits.train.datasets[1].order_key == single.order_key
     with pytest.raises(DataError, match="eod_token: only valid for PretrainingDataset"):
-        datasets_from_megatron_args(given, dataset=bert, eod_token=3)
+        datasets_from_megatron_args(arguments, dataset=bert, eod_token=3)

@@ -1,4 +1,4 @@
-"""Samples are those of Megatron-Core's GPTDataset; kept indices are read where they fit; arguments are Megatron's."""
+"""Tests of GPT pretraining datasets against Megatron-Core: samples, cached indices and arguments."""
 
 import hashlib
 import json
@@ -32,12 +32,12 @@ NAMES = [str(DATA / f"ag_news_prompt_{name}_document") for name in ("inputs", "t
 EOD = 7
 
 
-def _pair(path, seed=0, documents=40, longest=30, vocabulary=50):
-    """A pair with empty documents, and tokens that end documents within them."""
-    drawn = random.Random(seed)
+def _write_pair(path, seed=0, documents=40, longest=30, vocabulary=50):
+    """Writes a pair with empty documents and end-of-document tokens inside documents, and returns its prefix."""
+    generator = random.Random(seed)
     with IndexedWriter(path, "uint16") as writer:
         for _ in range(documents):
-            writer.add_document([[drawn.randrange(vocabulary) for _ in range(drawn.randrange(longest))]])
+            writer.add_document([[generator.randrange(vocabulary) for _ in range(generator.randrange(longest))]])
     return str(path)
 
 
@@ -46,7 +46,7 @@ def _digest(values):
 
 
 class _Tokenizer:
-    """What Megatron-Core's datasets ask a tokenizer."""
+    """Tokenizer with the attributes that Megatron-Core's datasets read."""
 
     vocab_size, eod, unique_identifiers = 50, EOD, {}
 
@@ -57,8 +57,8 @@ class _Tokenizer:
     eos = pad
 
 
-def _peer(prefixes, weights, split, length, samples, seed, cache, **options):
-    """The three datasets that megatron-core builds, as lists."""
+def _build_peer_datasets(prefixes, weights, split, length, samples, seed, cache, **options):
+    """Returns the train, validation and test datasets of megatron-core."""
     builder = pytest.importorskip("megatron.core.datasets.blended_megatron_dataset_builder")
     from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 
@@ -79,7 +79,7 @@ def _peer(prefixes, weights, split, length, samples, seed, cache, **options):
 
 @pytest.fixture(scope="module")
 def one_process():
-    """Blends of megatron-core ask for the rank."""
+    """Single-rank process group: blends of megatron-core query the rank."""
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     yield
     torch.distributed.destroy_process_group()
@@ -87,72 +87,74 @@ def one_process():
 
 @pytest.mark.parametrize("seed", range(25))
 def test_samples_equal_megatron_core(tmp_path, one_process, seed):
-    """Twenty draws each of files, splits, weights, lengths and masks: every token, label, mask and position."""
-    drawn, compared = random.Random(seed), 0
+    """Compares tokens, labels, masks and positions over twenty random sets of files, splits, weights and lengths."""
+    generator, compared = random.Random(seed), 0
     for draw in range(20):
         folder = tmp_path / str(draw)
         folder.mkdir()
-        count = drawn.choice([1, 1, 2, 3])
+        count = generator.choice([1, 1, 2, 3])
         prefixes = [
-            _pair(folder / f"{number}", drawn.random(), drawn.randrange(8, 50), drawn.randrange(8, 40))
-            for number in range(count)
+            _write_pair(folder / f"{index}", generator.random(), generator.randrange(8, 50), generator.randrange(8, 40))
+            for index in range(count)
         ]
-        weights = [drawn.choice([0.2, 0.5, 3.0, 7.0]) for _ in prefixes] if drawn.random() < 0.6 else None
-        split, length = drawn.choice(["90,5,5", "80,20,0", "1", "60,30,10"]), drawn.randrange(2, 24)
-        masked, restarts = drawn.random() < 0.5, drawn.random() < 0.5
-        given = {
+        weights = [generator.choice([0.2, 0.5, 3.0, 7.0]) for _ in prefixes] if generator.random() < 0.6 else None
+        split, length = generator.choice(["90,5,5", "80,20,0", "1", "60,30,10"]), generator.randrange(2, 24)
+        masked, restarts = generator.random() < 0.5, generator.random() < 0.5
+        arguments = {
             "data-path": [word for pair in zip(weights, prefixes, strict=True) for word in pair]
             if weights
             else prefixes,
             "split": split,
             "seq-length": length,
-            "seed": drawn.randrange(1, 100),
-            "global-batch-size": drawn.randrange(1, 5),
-            "train-iters": drawn.randrange(1, 80),
-            "eval-interval": drawn.randrange(1, 40),
-            "eval-iters": drawn.randrange(1, 3),
+            "seed": generator.randrange(1, 100),
+            "global-batch-size": generator.randrange(1, 5),
+            "train-iters": generator.randrange(1, 80),
+            "eval-interval": generator.randrange(1, 40),
+            "eval-iters": generator.randrange(1, 3),
             "eod-mask-loss": masked,
             "reset-position-ids": restarts,
             "reset-attention-mask": restarts,
         }
         if count == 2 and weights is None:
-            # Two names would be a weight and a name to Megatron only where the first is a number.
+            # Megatron parses two entries as a weight and a prefix only if the first is a number.
             assert not any(name.replace(".", "").isdigit() for name in prefixes)
-        batch = given["global-batch-size"]
-        rounds = (given["train-iters"] // given["eval-interval"] + 1) * given["eval-iters"] * batch
-        sizes = [given["train-iters"] * batch, rounds, given["eval-iters"] * batch]
+        batch = arguments["global-batch-size"]
+        rounds = (arguments["train-iters"] // arguments["eval-interval"] + 1) * arguments["eval-iters"] * batch
+        sizes = [arguments["train-iters"] * batch, rounds, arguments["eval-iters"] * batch]
         try:
-            found = datasets_from_megatron_args(given, eod_token=EOD)
+            splits = datasets_from_megatron_args(arguments, eod_token=EOD)
         except DataError as error:
-            # A part of which megatron-core tries to make epochs for ever, or whose samples it does not have.
+            # megatron-core would build epochs of this split forever, or lacks its samples.
             assert re.search("no sample can be made|make no sample of|none of its .* is in the share", str(error)), (
                 error
             )
             continue
         compared += 1
         options = {"eod_mask_loss": masked, "reset_position_ids": restarts}
-        peers = _peer(prefixes, weights, split, length, sizes, given["seed"], folder / "cache", **options)
-        for ours, peer, size in zip((found.train, found.valid, found.test), peers, sizes, strict=True):
+        peers = _build_peer_datasets(
+            prefixes, weights, split, length, sizes, arguments["seed"], folder / "cache", **options
+        )
+        for dataset, peer, size in zip((splits.train, splits.valid, splits.test), peers, sizes, strict=True):
             if not size:
                 continue
-            assert (ours is None) == (peer is None)
-            if ours is None:
+            assert (dataset is None) == (peer is None)
+            if dataset is None:
                 continue
-            assert len(ours) == len(peer)
-            for number in {0, 1, len(ours) // 2, len(ours) - 1} & set(range(len(ours))):
-                sample, other = ours[number], peer[number]
+            assert len(dataset) == len(peer)
+            for index in {0, 1, len(dataset) // 2, len(dataset) - 1} & set(range(len(dataset))):
+                sample, other = dataset[index], peer[index]
                 assert sample["input_ids"].tolist() == other["tokens"].tolist()
                 is_counted = other["loss_mask"] == 1
                 assert sample["labels"][is_counted].tolist() == other["labels"][is_counted].tolist()
                 assert ((sample["shift_labels"] == -100) == ~is_counted).all()
-                places = sample.get("position_ids", torch.arange(length))
-                assert places.tolist() == other["position_ids"].tolist()
+                positions = sample.get("position_ids", torch.arange(length))
+                assert positions.tolist() == other["position_ids"].tolist()
         shutil.rmtree(folder)
     assert compared >= 10
 
 
 def test_blends_equal_golden_vectors(tmp_path):
-    given = {
+    arguments = {
         "data-path": ["0.3", NAMES[0], "0.7", NAMES[1]],
         "split": "90,10,0",
         "seq-length": 32,
@@ -160,133 +162,135 @@ def test_blends_equal_golden_vectors(tmp_path):
         "eval-iters": 1,
         "global-batch-size": 20,
     }
-    found = datasets_from_megatron_args(given)
-    assert [len(dataset) for dataset in found.train.datasets] == [166, 146]
-    assert _digest(found.train.order.dataset) == "7c3b0fd5bba97b22"
-    assert _digest(found.train.order.sample) == "4fd38226e3db3581"
-    assert found.test is None
+    splits = datasets_from_megatron_args(arguments)
+    assert [len(dataset) for dataset in splits.train.datasets] == [166, 146]
+    assert _digest(splits.train.order.dataset) == "7c3b0fd5bba97b22"
+    assert _digest(splits.train.order.sample) == "4fd38226e3db3581"
+    assert splits.test is None
     datasets = [PretrainingDataset(name, 32, share=(0.0, 0.9)) for name in NAMES]
     blend = BlendedDataset(datasets)
     assert (len(blend), _digest(blend.order.dataset)) == (172, "a4018939a6d700b9")
     assert _digest(blend.order.sample) == "f354d01ac35fe15f"
 
 
-def test_the_last_sample_is_filled_up(tmp_path):
+def test_last_partial_sample_is_padded(tmp_path):
     prefix = tmp_path / "pair"
     with IndexedWriter(prefix, "uint16") as writer:
         writer.add_document([list(range(1, 8))])
     dataset = PretrainingDataset(prefix, 4, drop_last_partial=False)
     assert len(dataset) == 2
-    rows = sorted((dataset[number] for number in range(2)), key=lambda row: -int(row["input_ids"][0] == 1))
-    assert rows[0]["input_ids"].tolist() == [1, 2, 3, 4] and rows[0]["labels"].tolist() == [2, 3, 4, 5]
-    assert rows[1]["input_ids"].tolist() == [5, 6, 7, 0] and rows[1]["labels"].tolist() == [6, 7, -100, -100]
+    samples = sorted((dataset[index] for index in range(2)), key=lambda row: -int(row["input_ids"][0] == 1))
+    assert samples[0]["input_ids"].tolist() == [1, 2, 3, 4] and samples[0]["labels"].tolist() == [2, 3, 4, 5]
+    assert samples[1]["input_ids"].tolist() == [5, 6, 7, 0] and samples[1]["labels"].tolist() == [6, 7, -100, -100]
 
 
-def test_positions_begin_again_with_documents(tmp_path):
+def test_position_ids_restart_at_documents(tmp_path):
     prefix = tmp_path / "pair"
     with IndexedWriter(prefix, "uint16") as writer:
         for document in ([1, 2, 3], [], [4, EOD], [5, 6, 8, 9, 10, 11]):
             writer.add_document([document])
     for restart in ("documents", "eod"):
         dataset = PretrainingDataset(prefix, 10, restart=restart, eod_token=EOD)
-        [(_, sizes), row] = dataset.tokens(0), dataset[0]
+        [(_, sizes), sample] = dataset.tokens(0), dataset[0]
         if restart == "documents":
-            expected = [place for size in sizes for place in range(size)][:10]
+            expected = [position for size in sizes for position in range(size)][:10]
         else:
-            tokens = row["input_ids"].tolist()
+            tokens = sample["input_ids"].tolist()
             begin = tokens.index(EOD) + 1
             expected = [*range(begin), *range(10 - begin)]
-        assert row["position_ids"].tolist() == expected
+        assert sample["position_ids"].tolist() == expected
 
 
 @pytest.mark.parametrize("options", [{}, {"add_extra_token_to_sequence": False}], ids=["one more", "no more"])
 @pytest.mark.parametrize("samples", [30, 400])
-def test_what_megatron_core_kept_is_read(tmp_path, one_process, monkeypatch, samples, options):
-    """Where its description and its samples are those asked for: a description does not say how they end."""
-    prefix, cache = _pair(tmp_path / "pair", documents=60), tmp_path / "cache"
-    _peer([prefix], None, "90,10,0", 8, [samples, 10, 10], 5, cache, **options)
-    given = {"sequence_length": 8, "samples": samples, "seed": 5, "share": (0.0, 0.9), "cache": cache}
+def test_megatron_core_cached_indices_are_read(tmp_path, one_process, monkeypatch, samples, options):
+    """Cached indices are read if description and samples match; the description omits the extra token."""
+    prefix, cache = _write_pair(tmp_path / "pair", documents=60), tmp_path / "cache"
+    _build_peer_datasets([prefix], None, "90,10,0", 8, [samples, 10, 10], 5, cache, **options)
+    settings = {"sequence_length": 8, "samples": samples, "seed": 5, "share": (0.0, 0.9), "cache": cache}
     extra = "add_extra_token_to_sequence" not in options
-    plain = PretrainingDataset(prefix, **{**given, "cache": None}, extra_token=extra)
-    made = []
+    plain = PretrainingDataset(prefix, **{**settings, "cache": None}, extra_token=extra)
+    rebuilds = []
 
-    def order(*args, **kwargs):
-        made.append(1)
+    def count_sample_order(*args, **kwargs):
+        rebuilds.append(1)
         return sample_order(*args, **kwargs)
 
-    monkeypatch.setattr("hf_megatron.datasets.pretraining.sample_order", order)
-    found = PretrainingDataset(prefix, **given, extra_token=extra)
-    assert not made and len(found) == len(plain)
-    assert found[3]["input_ids"].tolist() == plain[3]["input_ids"].tolist()
+    monkeypatch.setattr("hf_megatron.datasets.pretraining.sample_order", count_sample_order)
+    dataset = PretrainingDataset(prefix, **settings, extra_token=extra)
+    assert not rebuilds and len(dataset) == len(plain)
+    assert dataset[3]["input_ids"].tolist() == plain[3]["input_ids"].tolist()
     for change in ({"seed": 6}, {"samples": samples + 200}, {"share": (0.0, 0.8)}):
-        PretrainingDataset(prefix, **{**given, **change}, extra_token=extra)
-    PretrainingDataset(prefix, **given, extra_token=not extra)
-    # Files of another size under the same name.
-    _pair(tmp_path / "other" / "pair", seed=3, documents=60)
+        PretrainingDataset(prefix, **{**settings, **change}, extra_token=extra)
+    PretrainingDataset(prefix, **settings, extra_token=not extra)
+    # Different files with the same name.
+    _write_pair(tmp_path / "other" / "pair", seed=3, documents=60)
     os.utime(tmp_path / "other" / "pair.idx", ns=(1, 1))
-    PretrainingDataset(tmp_path / "other" / "pair", **given, extra_token=extra)
-    assert len(made) == 5
-    # The same files, written again after Megatron's.
+    PretrainingDataset(tmp_path / "other" / "pair", **settings, extra_token=extra)
+    assert len(rebuilds) == 5
+    # The same files with a modification time after Megatron's indices.
     os.utime(f"{prefix}.idx")
-    PretrainingDataset(prefix, **given, extra_token=extra)
-    assert len(made) == 6
+    PretrainingDataset(prefix, **settings, extra_token=extra)
+    assert len(rebuilds) == 6
 
 
 @pytest.mark.parametrize("weights", [[0.3, 0.7], [3.0, 1.0, 2.0], None])
-def test_blends_that_megatron_core_kept_are_read(tmp_path, one_process, monkeypatch, weights):
-    prefixes = [_pair(tmp_path / f"pair{number}", number, 60) for number in range(3 if weights and weights[2:] else 2)]
+def test_megatron_core_cached_blends_are_read(tmp_path, one_process, monkeypatch, weights):
+    prefixes = [
+        _write_pair(tmp_path / f"pair{index}", index, 60) for index in range(3 if weights and weights[2:] else 2)
+    ]
     cache, samples = tmp_path / "cache", 80
-    train, *_ = _peer(prefixes, weights, "90,10,0", 8, [samples, 10, 10], 5, cache)
-    given = {"data-path": [word for pair in zip(weights or prefixes, prefixes, strict=True) for word in pair]}
-    given["data-path"] = given["data-path"] if weights else prefixes
-    given |= {"seq-length": 8, "train-samples": samples, "global-batch-size": 10, "eval-iters": 1, "seed": 5}
-    given |= {"split": "90,10,0", "eval-interval": 1000}
-    made, plain = [], datasets_from_megatron_args(given).train
+    train, *_ = _build_peer_datasets(prefixes, weights, "90,10,0", 8, [samples, 10, 10], 5, cache)
+    arguments = {"data-path": [word for pair in zip(weights or prefixes, prefixes, strict=True) for word in pair]}
+    arguments["data-path"] = arguments["data-path"] if weights else prefixes
+    arguments |= {"seq-length": 8, "train-samples": samples, "global-batch-size": 10, "eval-iters": 1, "seed": 5}
+    arguments |= {"split": "90,10,0", "eval-interval": 1000}
+    rebuilds, plain = [], datasets_from_megatron_args(arguments).train
 
-    def order(*args):
-        made.append(args)
+    def count_blend_order(*args):
+        rebuilds.append(args)
         return blend_order(*args)
 
-    monkeypatch.setattr("hf_megatron.datasets.blended.blend_order", order)
-    # What is read is kept in a folder of its own, and then read from there.
+    monkeypatch.setattr("hf_megatron.datasets.blended.blend_order", count_blend_order)
+    # Indices read from Megatron's cache are stored in a separate folder and read from there the second time.
     for _ in range(2):
-        found = datasets_from_megatron_args({**given, "data-cache-path": cache}).train
-        assert len(found) == len(plain) == len(train) and not made
-        assert np.array_equal(found.order.dataset, plain.order.dataset)
-        assert np.array_equal(found.order.sample, plain.order.sample)
-    datasets_from_megatron_args({**given, "data-cache-path": cache, "train-samples": 81})
-    assert made
+        blend = datasets_from_megatron_args({**arguments, "data-cache-path": cache}).train
+        assert len(blend) == len(plain) == len(train) and not rebuilds
+        assert np.array_equal(blend.order.dataset, plain.order.dataset)
+        assert np.array_equal(blend.order.sample, plain.order.sample)
+    datasets_from_megatron_args({**arguments, "data-cache-path": cache, "train-samples": 81})
+    assert rebuilds
     [damaged] = cache.glob("*BlendedDataset-train-dataset_index.npy")
     np.save(damaged, np.zeros(len(train), np.int16))
     for folder in cache.iterdir():
         if folder.is_dir():
             shutil.rmtree(folder)
-    made.clear()
-    again = datasets_from_megatron_args({**given, "data-cache-path": cache}).train
-    assert made and np.array_equal(again.order.dataset, plain.order.dataset)
+    rebuilds.clear()
+    rebuilt = datasets_from_megatron_args({**arguments, "data-cache-path": cache}).train
+    assert rebuilds and np.array_equal(rebuilt.order.dataset, plain.order.dataset)
 
 
-# Kept indices
+# Cached indices
 
 
-def _arrays():
+def _make_arrays():
     return {"one": np.arange(5), "two": np.ones((2, 3), np.int16)}
 
 
-def test_kept_indices_are_read_only_where_their_key_fits(tmp_path):
-    made = []
+def test_cached_indices_are_read_only_with_matching_key(tmp_path):
+    rebuilds = []
 
     def make():
-        made.append(1)
-        return _arrays()
+        rebuilds.append(1)
+        return _make_arrays()
 
     for key in ({"a": 1}, {"a": 1}, {"a": 2}, {"a": 1}):
-        found = cached_arrays(key, tmp_path, make)
-        assert {name: array.tolist() for name, array in found.items()} == {
-            name: array.tolist() for name, array in _arrays().items()
+        arrays = cached_arrays(key, tmp_path, make)
+        assert {name: array.tolist() for name, array in arrays.items()} == {
+            name: array.tolist() for name, array in _make_arrays().items()
         }
-    assert len(made) == 2
-    # What is damaged is made again.
+    assert len(rebuilds) == 2
+    # Damaged indices are rebuilt.
     [folder] = [
         path for path in tmp_path.iterdir() if path.is_dir() and '\\"a\\": 2' in (path / "key.json").read_text()
     ]
@@ -295,10 +299,10 @@ def test_kept_indices_are_read_only_where_their_key_fits(tmp_path):
     assert cached_arrays({"a": 2}, tmp_path, make)["one"].tolist() == [0, 1, 2, 3, 4]
     (folder / "two.npy").unlink()
     assert cached_arrays({"a": 2}, tmp_path, make)["two"].shape == (2, 3)
-    assert len(made) == 4 and (folder / "one.npy").read_bytes() == content
+    assert len(rebuilds) == 4 and (folder / "one.npy").read_bytes() == content
 
 
-def _build(folder, log):
+def _build_cached_array(folder, log):
     def make():
         with open(log, "a") as file:
             file.write("made\n")
@@ -308,9 +312,11 @@ def _build(folder, log):
     assert cached_arrays({"a": 1}, folder, make)["one"][-1] == 999_999
 
 
-def test_one_of_several_builders_makes_them(tmp_path):
+def test_concurrent_builders_build_once(tmp_path):
     context = multiprocessing.get_context("fork")
-    processes = [context.Process(target=_build, args=(tmp_path / "cache", tmp_path / "log")) for _ in range(6)]
+    processes = [
+        context.Process(target=_build_cached_array, args=(tmp_path / "cache", tmp_path / "log")) for _ in range(6)
+    ]
     for process in processes:
         process.start()
     for process in processes:
@@ -319,17 +325,17 @@ def test_one_of_several_builders_makes_them(tmp_path):
     assert (tmp_path / "log").read_text() == "made\n"
 
 
-def test_disks_that_take_nothing_cost_no_run(tmp_path, monkeypatch):
+def test_unwritable_cache_falls_back_to_memory(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     with pytest.warns(UserWarning, match="kept in memory"):
-        assert cached_arrays({"a": 1}, tmp_path / "file" / "cache", _arrays)["one"].tolist() == [0, 1, 2, 3, 4]
+        assert cached_arrays({"a": 1}, tmp_path / "file" / "cache", _make_arrays)["one"].tolist() == [0, 1, 2, 3, 4]
 
-    def full(*args, **kwargs):
+    def raise_disk_full(*args, **kwargs):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(index_cache.np, "save", full)
+    monkeypatch.setattr(index_cache.np, "save", raise_disk_full)
     with pytest.warns(UserWarning, match="No space left"):
-        assert cached_arrays({"a": 1}, tmp_path / "cache", _arrays)["one"].tolist() == [0, 1, 2, 3, 4]
+        assert cached_arrays({"a": 1}, tmp_path / "cache", _make_arrays)["one"].tolist() == [0, 1, 2, 3, 4]
     assert [path for path in (tmp_path / "cache").iterdir() if path.is_dir()] == []
 
 
@@ -345,31 +351,31 @@ def test_disks_that_take_nothing_cost_no_run(tmp_path, monkeypatch):
     ],
     ids=lambda change: next(iter(change)),
 )
-def test_whatever_an_order_depends_on_makes_another_folder(tmp_path, change):
-    prefix, cache = _pair(tmp_path / "pair"), tmp_path / "cache"
-    given = {"sequence_length": 8, "samples": 20, "seed": 1}
-    first, other = PretrainingDataset(prefix, **given, cache=cache), {**given, **change}
-    found, plain = PretrainingDataset(prefix, **other, cache=cache), PretrainingDataset(prefix, **other)
+def test_order_settings_change_the_cache_folder(tmp_path, change):
+    prefix, cache = _write_pair(tmp_path / "pair"), tmp_path / "cache"
+    settings = {"sequence_length": 8, "samples": 20, "seed": 1}
+    first, other = PretrainingDataset(prefix, **settings, cache=cache), {**settings, **change}
+    dataset, plain = PretrainingDataset(prefix, **other, cache=cache), PretrainingDataset(prefix, **other)
     assert len([path for path in cache.iterdir() if path.is_dir()]) == 2
-    assert found.order_key == plain.order_key != first.order_key
+    assert dataset.order_key == plain.order_key != first.order_key
     for name in ("documents", "starts", "shuffle"):
-        assert np.array_equal(getattr(found.order, name), getattr(plain.order, name))
+        assert np.array_equal(getattr(dataset.order, name), getattr(plain.order, name))
 
 
-def test_runs_of_as_many_epochs_share_a_folder(tmp_path):
-    prefix, cache = _pair(tmp_path / "pair"), tmp_path / "cache"
+def test_equal_epoch_counts_share_a_cache_folder(tmp_path):
+    prefix, cache = _write_pair(tmp_path / "pair"), tmp_path / "cache"
     tokens = IndexedDataset(prefix).tokens
     for samples in (tokens // 8 // 2, tokens // 8 // 2 + 3):
         PretrainingDataset(prefix, 8, samples, cache=cache)
     assert len([path for path in cache.iterdir() if path.is_dir()]) == 1
-    # Another file of the same name and size.
+    # A different file with the same name and size.
     os.utime(f"{prefix}.idx", ns=(1, 1))
     PretrainingDataset(prefix, 8, 20, cache=cache)
     assert len([path for path in cache.iterdir() if path.is_dir()]) == 2
 
 
-def test_kept_indices_that_are_damaged_inside(tmp_path):
-    prefix, cache = _pair(tmp_path / "pair"), tmp_path / "cache"
+def test_damaged_cached_indices_are_reported(tmp_path):
+    prefix, cache = _write_pair(tmp_path / "pair"), tmp_path / "cache"
     size = len(PretrainingDataset(prefix, 8, cache=cache))
     [file] = cache.glob("*/shuffle.npy")
     file.write_bytes(file.read_bytes()[:-4] + b"\xff" * 4)
@@ -378,17 +384,17 @@ def test_kept_indices_that_are_damaged_inside(tmp_path):
         dataset[size - 1]
 
 
-def test_other_processes_map_kept_indices_themselves(tmp_path):
-    prefix = _pair(tmp_path / "pair", documents=2000)
+def test_pickled_datasets_reopen_cached_indices(tmp_path):
+    prefix = _write_pair(tmp_path / "pair", documents=2000)
     for options in ({"cache": tmp_path / "cache"}, {}):
         datasets = [PretrainingDataset(prefix, 8, **options), PretrainingDataset(prefix, 8, seed=2, **options)]
         blend = BlendedDataset(datasets, [0.5, 0.5], 1000, **options)
-        held = pickle.dumps(blend)
-        assert (len(held) < 8000) == bool(options)
-        again = pickle.loads(held)
-        assert len(again) == len(blend) and again.order_key == blend.order_key
+        pickled = pickle.dumps(blend)
+        assert (len(pickled) < 8000) == bool(options)
+        unpickled = pickle.loads(pickled)
+        assert len(unpickled) == len(blend) and unpickled.order_key == blend.order_key
         for sample in (0, 500, 999):
-            assert again[sample]["input_ids"].tolist() == blend[sample]["input_ids"].tolist()
+            assert unpickled[sample]["input_ids"].tolist() == blend[sample]["input_ids"].tolist()
 
 
 # Arguments
@@ -419,32 +425,32 @@ def test_other_processes_map_kept_indices_themselves(tmp_path):
         ({"rampup-batch-size": [1, "x", 4], "train-samples": 4, "train-iters": None}, "'x': expected an integer"),
     ],
 )
-def test_arguments_that_are_wrong_say_so(tmp_path, change, message):
-    given = {"data-path": NAMES[0], "seq-length": 8, "train-iters": 2, "global-batch-size": 2}
+def test_invalid_arguments_are_rejected(tmp_path, change, message):
+    arguments = {"data-path": NAMES[0], "seq-length": 8, "train-iters": 2, "global-batch-size": 2}
     with pytest.raises(DataError, match=message):
-        datasets_from_megatron_args({**given, **change})
+        datasets_from_megatron_args({**arguments, **change})
 
 
-def test_one_prefix_with_a_weight(tmp_path):
-    """Megatron forgets the weight where each split has its own files, and takes a blend of one elsewhere."""
-    given = {"seq-length": 8, "train-iters": 2, "global-batch-size": 2, "eval-iters": 1}
+def test_single_prefix_with_weight(tmp_path):
+    """Megatron ignores the weight with per-split paths and otherwise builds a blend of one dataset."""
+    arguments = {"seq-length": 8, "train-iters": 2, "global-batch-size": 2, "eval-iters": 1}
     assert isinstance(
-        datasets_from_megatron_args({**given, "train-data-path": ["1.0", NAMES[0]]}).train, PretrainingDataset
+        datasets_from_megatron_args({**arguments, "train-data-path": ["1.0", NAMES[0]]}).train, PretrainingDataset
     )
-    splits = datasets_from_megatron_args({**given, "data-path": ["1.0", NAMES[0]], "split": "80,10,10"})
+    splits = datasets_from_megatron_args({**arguments, "data-path": ["1.0", NAMES[0]], "split": "80,10,10"})
     assert isinstance(splits.train, BlendedDataset)
     assert len(splits.evaluation) == 2 and splits.evaluation[1]["labels"].tolist() == splits.valid[1]["labels"].tolist()
 
 
-def test_batches_that_grow_are_those_of_arguments():
-    """More iterations than with batches of full size, and so more evaluations."""
-    given = {"data-path": NAMES[0], "seq-length": 8, "train-samples": 40, "eval-interval": 4, "eval-iters": 1}
-    grow = {"global-batch-size": 8, "rampup-batch-size": "2 2 12", "split": "60,40,0"}
-    found = datasets_from_megatron_args({**given, **grow})
-    assert found.train.ramp_up == BatchRampUp(8, start=2, increment=2, samples=12)
-    assert found.valid.ramp_up is None and found.train.ramp_up.steps(40) == 7
-    plain = datasets_from_megatron_args({**given, **grow, "rampup-batch-size": None})
-    assert plain.train.ramp_up is None and plain.train.order_key == found.train.order_key
+def test_batch_ramp_up_from_megatron_args():
+    """Smaller batches give more iterations than full-size ones, and therefore more evaluations."""
+    arguments = {"data-path": NAMES[0], "seq-length": 8, "train-samples": 40, "eval-interval": 4, "eval-iters": 1}
+    ramp_up_arguments = {"global-batch-size": 8, "rampup-batch-size": "2 2 12", "split": "60,40,0"}
+    splits = datasets_from_megatron_args({**arguments, **ramp_up_arguments})
+    assert splits.train.ramp_up == BatchRampUp(8, start=2, increment=2, samples=12)
+    assert splits.valid.ramp_up is None and splits.train.ramp_up.steps(40) == 7
+    plain = datasets_from_megatron_args({**arguments, **ramp_up_arguments, "rampup-batch-size": None})
+    assert plain.train.ramp_up is None and plain.train.order_key == splits.train.order_key
 
 
 @pytest.mark.parametrize(
@@ -463,32 +469,32 @@ def test_batches_that_grow_are_those_of_arguments():
         ({"samples": 10**15}, "exceed the supported size"),
     ],
 )
-def test_values_of_other_types_are_named(wrong, message):
+def test_invalid_values_are_named(wrong, message):
     with pytest.raises(DataError, match=message):
         PretrainingDataset(**{"source": NAMES[0], "sequence_length": 8, **wrong})
 
 
-def test_longer_blends_begin_as_shorter_ones(tmp_path):
-    datasets = [PretrainingDataset(_pair(tmp_path / name, seed), 8, 60) for seed, name in enumerate("ab")]
+def test_longer_blend_extends_shorter_one(tmp_path):
+    datasets = [PretrainingDataset(_write_pair(tmp_path / name, seed), 8, 60) for seed, name in enumerate("ab")]
     short, long = (BlendedDataset(datasets, [0.3, 0.7], samples) for samples in (20, 40))
     assert short.order_key == long.order_key != BlendedDataset(datasets).order_key
     assert long.order.dataset[: len(short)].tolist() == short.order.dataset.tolist()
 
 
-def test_paths_of_each_split_and_files_of_arguments(tmp_path):
-    given = {"seq-length": 8, "train-iters": 2, "global-batch-size": 2, "eval-iters": 1}
-    named = datasets_from_megatron_args({**given, "train-data-path": NAMES[0], "valid-data-path": NAMES})
-    assert named.test is None and len(named.valid.datasets) == 2
+def test_per_split_paths_and_argument_files(tmp_path):
+    arguments = {"seq-length": 8, "train-iters": 2, "global-batch-size": 2, "eval-iters": 1}
+    splits = datasets_from_megatron_args({**arguments, "train-data-path": NAMES[0], "valid-data-path": NAMES})
+    assert splits.test is None and len(splits.valid.datasets) == 2
     file = tmp_path / "splits.json"
     file.write_text(json.dumps({"train": [NAMES[0]], "valid": NAMES}))
-    again = datasets_from_megatron_args({**given, "per-split-data-args-path": file})
-    assert again.train.order_key == named.train.order_key and again.valid.order_key == named.valid.order_key
+    from_file = datasets_from_megatron_args({**arguments, "per-split-data-args-path": file})
+    assert from_file.train.order_key == splits.train.order_key and from_file.valid.order_key == splits.valid.order_key
     (tmp_path / "data.txt").write_text(f"0.3 {NAMES[0]}\n0.7 {NAMES[1]}\n")
-    blend = datasets_from_megatron_args({**given, "data-args-path": tmp_path / "data.txt", "split": "1"}).train
+    blend = datasets_from_megatron_args({**arguments, "data-args-path": tmp_path / "data.txt", "split": "1"}).train
     assert blend.order_key["weights"] == [0.3, 0.7] and blend[0]["input_ids"].shape == (8,)
     for text, message in (("{", "is not valid JSON"), ('{"valid": 7}', "expected the paths of each split")):
         file.write_text(text)
         with pytest.raises(DataError, match=message):
-            datasets_from_megatron_args({**given, "per-split-data-args-path": file})
+            datasets_from_megatron_args({**arguments, "per-split-data-args-path": file})
     with pytest.raises(DataError, match="requires data_path"):
-        datasets_from_megatron_args({**given, "train-data-path": NAMES[0], "split": "1"})
+        datasets_from_megatron_args({**arguments, "train-data-path": NAMES[0], "split": "1"})

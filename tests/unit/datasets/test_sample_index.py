@@ -1,4 +1,4 @@
-"""The order of samples is Megatron-Core's: vectors that it gave, and its own code where it is installed."""
+"""Tests of the sample order against golden vectors from Megatron-Core and against the token stream."""
 
 import hashlib
 import random
@@ -29,12 +29,12 @@ def _digest(values):
 
 @pytest.fixture(scope="module")
 def lengths():
-    """Of OpenWebText's thousand documents, out of the index alone."""
+    """Lengths of a thousand OpenWebText documents, read from the index file only."""
     content = (DATA / "meg-gpt2-openwebtext_text_document.idx").read_bytes()
     return np.frombuffer(content, dtype="<i4", count=1000, offset=34)
 
 
-# Split, its part, length, seed, samples asked for, options; samples and epochs; digests of documents, starts, shuffle.
+# Split, split index, sequence length, seed, requested samples, options; samples and epochs; digests of the indices.
 VECTORS = {
     "train": (
         ("969,30,1", TRAIN, 128, 1234, 5000, {}),
@@ -71,70 +71,72 @@ VECTORS = {
 @pytest.mark.parametrize("block", [1 << 24, 7])
 def test_golden_vectors(lengths, name, block, monkeypatch):
     monkeypatch.setattr(ordering, "_BLOCK", block)
-    (split, part, length, seed, samples, options), expected = VECTORS[name]
-    documents = list_split_documents(parse_split(split)[part], 1000)
-    found = sample_order(lengths, documents, length, samples, seed, **options)
-    digests = map(_digest, (found.documents, found.starts, found.shuffle))
-    assert (len(found), found.epochs, *digests) == expected
+    (split, split_index, length, seed, samples, options), expected = VECTORS[name]
+    documents = list_split_documents(parse_split(split)[split_index], 1000)
+    order = sample_order(lengths, documents, length, samples, seed, **options)
+    digests = map(_digest, (order.documents, order.starts, order.shuffle))
+    assert (len(order), order.epochs, *digests) == expected
     if name == "train":
-        assert found.documents[:4].tolist() == [40, 394, 219, 677]
-        assert found.shuffle[:4].tolist() == [6106, 8951, 6137, 645]
+        assert order.documents[:4].tolist() == [40, 394, 219, 677]
+        assert order.shuffle[:4].tolist() == [6106, 8951, 6137, 645]
 
 
 def test_golden_blends():
-    taken, built = count_blend_samples([0.3, 0.7], 200)
-    assert (taken, built) == ([60, 140], [61, 141])
-    found = blend_order([0.3, 0.7], sum(taken))
-    assert (_digest(found.dataset), _digest(found.sample)) == ("7c3b0fd5bba97b22", "4fd38226e3db3581")
-    assert found.dataset[:10].tolist() == [1, 0, 1, 1, 0, 1, 1, 0, 1, 1]
+    counts, built = count_blend_samples([0.3, 0.7], 200)
+    assert (counts, built) == ([60, 140], [61, 141])
+    order = blend_order([0.3, 0.7], sum(counts))
+    assert (_digest(order.dataset), _digest(order.sample)) == ("7c3b0fd5bba97b22", "4fd38226e3db3581")
+    assert order.dataset[:10].tolist() == [1, 0, 1, 1, 0, 1, 1, 0, 1, 1]
     for samples, digest in ((1000, "2e28e3a4df089cf7"), (50, "0e5795a39eb103d2"), (5, "7267b3f955378516")):
-        taken, _ = count_blend_samples([0.5, 0.3, 0.2], samples)
-        found = blend_order([0.5, 0.3, 0.2], sum(taken))
-        assert _digest(found.dataset) == digest
-    # It may have more samples than were asked for.
-    assert len(found) == 6
+        counts, _ = count_blend_samples([0.5, 0.3, 0.2], samples)
+        order = blend_order([0.5, 0.3, 0.2], sum(counts))
+        assert _digest(order.dataset) == digest
+    # A blend may have more samples than requested.
+    assert len(order) == 6
     sizes = []
     for name in ("inputs", "targets"):
         dataset = IndexedDataset(DATA / f"ag_news_prompt_{name}_document")
         documents = list_split_documents(parse_split("90,10,0")[TRAIN], len(dataset))
         sizes.append(len(sample_order(dataset.lengths, documents, 32, None, 1234)))
-    found = exhaustive_order(sizes)
-    assert (len(found), _digest(found.dataset), _digest(found.sample)) == (172, "a4018939a6d700b9", "f354d01ac35fe15f")
+    order = exhaustive_order(sizes)
+    assert (len(order), _digest(order.dataset), _digest(order.sample)) == (172, "a4018939a6d700b9", "f354d01ac35fe15f")
 
 
-def _plain_tokens(lengths, found):
-    """Token numbers of the documents as they are read, one after the other."""
+def _list_plain_tokens(lengths, found):
+    """Returns the token indices of the documents in reading order, concatenated."""
     first = np.concatenate([[0], np.cumsum(lengths)])
     return np.concatenate([np.arange(first[one], first[one + 1]) for one in found.documents])
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_pieces_are_the_samples(seed):
-    """Whatever the documents, a sample is the tokens `[j L, j L + L + x)` of what is read."""
-    drawn = random.Random(seed)
-    lengths = np.array([drawn.choice([0, 1, drawn.randrange(1, 60)]) for _ in range(drawn.randrange(1, 30))], np.int32)
-    length, extra = drawn.randrange(2, 20), drawn.random() < 0.5
+def test_pieces_match_the_token_stream(seed):
+    """Sample `j` consists of tokens `[j L, j L + L + x)` of the stream, for any documents."""
+    generator = random.Random(seed)
+    lengths = np.array(
+        [generator.choice([0, 1, generator.randrange(1, 60)]) for _ in range(generator.randrange(1, 30))], np.int32
+    )
+    length, extra = generator.randrange(2, 20), generator.random() < 0.5
     if int(lengths.sum()) <= length:
         lengths[0] += 2 * length
     documents = np.arange(len(lengths), dtype=np.int32)
-    samples = drawn.choice([None, drawn.randrange(1, 200)])
-    found = sample_order(lengths, documents, length, samples, seed, extra_token=extra)
-    stream = _plain_tokens(lengths, found)
+    samples = generator.choice([None, generator.randrange(1, 200)])
+    order = sample_order(lengths, documents, length, samples, seed, extra_token=extra)
+    stream = _list_plain_tokens(lengths, order)
     first = np.concatenate([[0], np.cumsum(lengths)])
-    for number in range(len(found)):
-        parts = []
-        for document, start, count in found.pieces(number):
+    for index in range(len(order)):
+        chunks = []
+        for document, start, count in order.pieces(index):
             stop = int(lengths[document]) if count < 0 else start + count
             assert 0 <= start <= stop <= lengths[document]
-            parts.append(np.arange(first[document] + start, first[document] + stop))
-        place = int(found.shuffle[number]) * length
-        assert np.array_equal(np.concatenate(parts), stream[place : place + length + int(extra)])
-    assert sorted(found.shuffle.tolist()) == list(range(len(found)))
+            chunks.append(np.arange(first[document] + start, first[document] + stop))
+        offset = int(order.shuffle[index]) * length
+        assert np.array_equal(np.concatenate(chunks), stream[offset : offset + length + int(extra)])
+    assert sorted(order.shuffle.tolist()) == list(range(len(order)))
     if samples is not None:
-        assert len(found) >= samples
+        assert len(order) >= samples
 
 
-def test_splits():
+def test_parse_split():
     assert parse_split("969,30,1") == ((0.0, 0.969), (0.969, 0.999), (0.999, 1.0))
     assert parse_split("1") == ((0.0, 1.0), None, None)
     assert parse_split("90,0,10")[VALID] is None
@@ -144,7 +146,7 @@ def test_splits():
             parse_split(wrong)
 
 
-def test_what_makes_no_sample():
+def test_empty_datasets_are_rejected():
     none = np.zeros(3, np.int32)
     with pytest.raises(DataError, match="3 documents contain no tokens"):
         sample_order(none, np.arange(3), 4, None, 0)

@@ -1,4 +1,4 @@
-"""Spans, the measured bubble and the pictures, from a simulated 1F1B; the callback without its pipeline."""
+"""Tests of pipeline timelines: spans, measured bubble, plots and the Trainer callback."""
 
 import json
 import re
@@ -20,7 +20,7 @@ FORWARD, BACKWARD, START = 0.010, 0.020, 1_700_000_000.0
 
 
 def simulate(ranks, microbatches):
-    """1F1B with stages of equal time and free communication, the waits for a neighbour included."""
+    """Simulates 1F1B with equal stages and free communication, including waits for the adjacent stages."""
     orders = []
     for rank in range(ranks):
         warmup = min(ranks - 1 - rank, microbatches)
@@ -49,7 +49,7 @@ def simulate(ranks, microbatches):
 
 
 @pytest.mark.parametrize(("ranks", "microbatches"), [(2, 1), (2, 8), (4, 8), (4, 3)])
-def test_measured_bubble_is_the_formula_of_an_ideal_run(ranks, microbatches):
+def test_measured_bubble_matches_ideal_formula(ranks, microbatches):
     expected = (ranks - 1) / (ranks - 1 + microbatches)
     assert bubble_share(simulate(ranks, microbatches)) == pytest.approx(expected, abs=1e-6)
 
@@ -62,7 +62,7 @@ def test_bubble_counts_computation_only():
     assert timeline.duration == 10.0
 
 
-def test_nothing_recorded_is_an_error():
+def test_empty_timeline_is_rejected():
     with pytest.raises(ConfigError, match="no forward or backward span"):
         bubble_share(Timeline([[], []], "1f1b", 2, 2, 8))
     with pytest.raises(ConfigError, match="spans of 1 ranks"):
@@ -87,7 +87,7 @@ def test_align_moves_all_spans_by_the_offset():
     assert align((Span("F", 0, 1, 12.0, 13.0),), 2.0) == (Span("F", 0, 1, 10.0, 11.0),)
 
 
-def test_gathering_and_clocks():
+def test_gather_timeline_and_clock_offset():
     def on_rank():
         import torch.distributed as dist
 
@@ -95,15 +95,15 @@ def test_gathering_and_clocks():
         dist.barrier()
         with recorder.record("F", dist.get_rank(), 0):
             pass
-        facts = {"schedule": "gpipe", "ranks": 2, "stages_per_rank": 3, "microbatches": 8}
-        return gather_timeline(recorder, None, **facts), clock_offset()
+        metadata = {"schedule": "gpipe", "ranks": 2, "stages_per_rank": 3, "microbatches": 8}
+        return gather_timeline(recorder, None, **metadata), clock_offset()
 
     results = run_ranks(on_rank, 2)
     timeline = results[0][0]
     assert timeline == results[1][0] and timeline.stages == 6
     assert timeline.microbatches == 1, "as many as were recorded"
     assert [span.stage for row in timeline.spans for span in row] == [0, 1]
-    # One clock: what is found is how far ranks leave a barrier apart.
+    # Both ranks share one clock, so the offset is only the difference in leaving the barrier.
     assert results[0][1] == 0 and abs(results[1][1]) < 0.25
 
 
@@ -148,14 +148,14 @@ def test_later_chunks_are_darker(tmp_path):
     assert "forward, chunk 1" in text
 
 
-def test_pictures_are_complete_files(tmp_path):
+def test_write_pictures_writes_all_files(tmp_path):
     paths = write_pictures(simulate(2, 4), tmp_path / "new" / "folder", "timeline-step2", 0.2)
     assert [path.name for path in paths] == ["timeline-step2.png", "timeline-step2.html", "timeline-step2.json"]
     assert sorted((tmp_path / "new" / "folder").iterdir()) == sorted(paths)
     assert paths[0].read_bytes().startswith(b"\x89PNG") and paths[0].stat().st_size > 5000
 
 
-def test_a_failed_write_leaves_the_old_file(tmp_path, monkeypatch):
+def test_failed_write_keeps_the_old_file(tmp_path, monkeypatch):
     file = tmp_path / "picture.html"
     file.write_text("old")
     monkeypatch.setattr("os.replace", lambda *_: (_ for _ in ()).throw(OSError("disk full")))
@@ -183,7 +183,7 @@ def test_callback_needs_a_pipeline():
 
 
 def test_callback_records_its_steps_and_rank_0_writes(tmp_path):
-    """With a pipeline that only has what the callback uses."""
+    """Uses a stub pipeline with only the attributes that the callback reads."""
 
     def on_rank():
         import torch.distributed as dist
@@ -193,15 +193,15 @@ def test_callback_records_its_steps_and_rank_0_writes(tmp_path):
         rank = dist.get_rank()
         if rank == 1:
             sys.modules["matplotlib"] = None  # type: ignore[assignment]
-        facts = {"schedule": "1f1b", "ranks": 2, "stages_per_rank": 1, "microbatches": 8}
-        pipeline = SimpleNamespace(recorder=None, describe=lambda: facts)
+        metadata = {"schedule": "1f1b", "ranks": 2, "stages_per_rank": 1, "microbatches": 8}
+        pipeline = SimpleNamespace(recorder=None, describe=lambda: metadata)
         mesh = SimpleNamespace(pp_group=None, device_type="cpu")
         model = SimpleNamespace(_hf_megatron=SimpleNamespace(pipeline=pipeline, mesh=mesh))
-        callback, recorded = TimelineCallback(tmp_path, steps=(1, 2)), []
+        callback, is_recording = TimelineCallback(tmp_path, steps=(1, 2)), []
         callback.on_train_begin(None, None, None, model=model)
         for step in range(4):
             callback.on_step_begin(None, SimpleNamespace(global_step=step), None)
-            recorded.append(pipeline.recorder is not None)
+            is_recording.append(pipeline.recorder is not None)
             if pipeline.recorder is not None:
                 with pipeline.recorder.record("F", rank, 0):
                     time.sleep(0.001)
@@ -209,7 +209,7 @@ def test_callback_records_its_steps_and_rank_0_writes(tmp_path):
             callback.on_optimizer_step(None, None, None)
             callback.on_step_end(None, SimpleNamespace(global_step=step + 1), None)
         callback.on_train_end(None, None, None)
-        return recorded, pipeline.recorder
+        return is_recording, pipeline.recorder
 
     assert run_ranks(on_rank, 2) == [([False, True, True, False], None)] * 2
     expected = {f"timeline-step{step}.{ending}" for step in (1, 2) for ending in ("png", "html", "json")}
@@ -226,7 +226,7 @@ def test_small_config_builds(model_type):
     assert len(layers) == 5 and model.get_input_embeddings().weight.shape[1] == 32
 
 
-def test_sizes_are_checked_first(tmp_path):
+def test_config_is_checked_first(tmp_path):
     from hf_megatron import MegatronConfig
 
     with pytest.raises(ConfigError, match="pp_size"):

@@ -1,4 +1,4 @@
-"""What a run on ranks is held to where one process has a number that is none."""
+"""Tests of comparing a parallel run with a single-process run whose logs contain NaN."""
 
 import math
 
@@ -11,21 +11,21 @@ from tests.fuzz.judging import compare_runs
 
 
 def logged(*values):
-    return {"logged": [(("loss", "grad_norm")[number % 2], value) for number, value in enumerate(values)]}
+    return {"logged": [(("loss", "grad_norm")[index % 2], value) for index, value in enumerate(values)]}
 
 
 @pytest.mark.parametrize(
     ("on_ranks", "weight", "passes"),
     [
-        # The step was skipped: what comes behind it is of other weights.
+        # The step was skipped: later values are computed with other weights.
         ((2.0, math.nan, 1.9, 0.5), math.nan, True),
         ((2.1, math.nan, 1.9, 0.5), math.nan, False),
         ((2.0, 0.5, 1.9, 0.5), math.nan, False),
-        # A loss without targets is none, and its gradients are zeros.
+        # A loss without targets is NaN, but its gradients are zero.
         ((2.0, math.nan, 1.9, 0.5), 2.0, False),
     ],
 )
-def test_numbers_after_one_that_is_none_are_not_compared(tmp_path, on_ranks, weight, passes):
+def test_values_after_nan_are_not_compared(tmp_path, on_ranks, weight, passes):
     folders = {name: tmp_path / name for name in ("start", "ranks", "one")}
     for name, value in zip(folders, (1.0, 2.0, weight), strict=True):
         folders[name].mkdir()
@@ -34,7 +34,7 @@ def test_numbers_after_one_that_is_none_are_not_compared(tmp_path, on_ranks, wei
     assert compare_runs(simple_case("tp2", "plain"), [logged(*on_ranks)], one, folders).passed == passes
 
 
-def test_a_loss_that_trainer_took_for_zero_is_not_compared(tmp_path):
+def test_nan_loss_logged_as_zero_is_not_compared(tmp_path):
     folders = {name: tmp_path / name for name in ("start", "ranks", "one")}
     for name in folders:
         folders[name].mkdir()

@@ -1,4 +1,4 @@
-"""Labels that know their batch: what they follow, what they count, what they leave alone."""
+"""Tests of batch-aware labels: derived labels, counted loss terms and unaffected operations."""
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ from hf_megatron.losses.targets import count_terms, with_codebooks
 CLASSES = 5
 
 
-def _data(kind):
+def _make_data(kind):
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(7, CLASSES, generator=generator)
     labels = torch.randint(0, CLASSES, (7,), generator=generator)
@@ -46,9 +46,9 @@ LOSSES = {
 
 
 @pytest.mark.parametrize("name", LOSSES)
-def test_the_mean_of_all_ranks(name):
+def test_loss_is_the_mean_over_all_ranks(name):
     kind, function = LOSSES[name]
-    logits, labels = _data(kind)
+    logits, labels = _make_data(kind)
     logits.requires_grad_()
     expected = function(logits, labels)
     (expected * 3).backward()
@@ -56,21 +56,21 @@ def test_the_mean_of_all_ranks(name):
     def on_rank():
         axes = Axes.of(MegatronConfig(dp_size=2), dist.get_rank())
         batch = BatchLoss(ParallelMesh.get_or_create(axes, "cpu"), None, False, "batch")
-        own, targets = (part.split([5, 2])[dist.get_rank()] for part in (logits.detach().clone(), labels))
-        own.requires_grad_()
-        loss = function(own, know_batch(targets, batch))
+        local_logits, targets = (tensor.split([5, 2])[dist.get_rank()] for tensor in (logits.detach().clone(), labels))
+        local_logits.requires_grad_()
+        loss = function(local_logits, know_batch(targets, batch))
         (loss * 3).backward()
         assert type(loss) is torch.Tensor and batch.terms == 1
-        return loss.item(), own.grad
+        return loss.item(), local_logits.grad
 
-    found = run_ranks(on_rank, 2)
-    assert [loss for loss, _ in found] == [pytest.approx(expected.item(), rel=1e-5)] * 2
-    # Gradients are averaged over the ranks afterwards.
-    torch.testing.assert_close(torch.cat([gradient for _, gradient in found]) / 2, logits.grad, rtol=1e-5, atol=1e-6)
+    results = run_ranks(on_rank, 2)
+    assert [loss for loss, _ in results] == [pytest.approx(expected.item(), rel=1e-5)] * 2
+    # Data parallelism averages the gradients over ranks afterwards.
+    torch.testing.assert_close(torch.cat([gradient for _, gradient in results]) / 2, logits.grad, rtol=1e-5, atol=1e-6)
 
 
-class OneRank:
-    """The mesh of a batch that lies on this rank alone."""
+class SingleRankMesh:
+    """Mesh stub with a single rank."""
 
     class axes:
         size = staticmethod(lambda name: 1)
@@ -78,8 +78,8 @@ class OneRank:
     dp_size = 1
 
 
-def _alone():
-    return BatchLoss(OneRank(), False, False, "batch")
+def _make_single_rank_batch():
+    return BatchLoss(SingleRankMesh(), False, False, "batch")
 
 
 @pytest.mark.parametrize(
@@ -94,15 +94,15 @@ def _alone():
         lambda labels: labels.split(2)[0],
         lambda labels: labels.masked_fill(labels == 0, -100).squeeze(-1).long(),
         lambda labels: torch.full_like(labels, -100),
-        # Room for copies of them.
+        # A buffer for copies of the labels.
         lambda labels: labels.new_zeros(2, *labels.shape).fill_(-100),
     ],
 )
-def test_what_is_made_of_labels_are_labels(change):
-    plain, batch = torch.arange(8).view(4, 2), _alone()
-    found = change(know_batch(plain, batch))
-    assert type(found) is BatchLabels and found.batch is batch
-    assert torch.equal(found.as_subclass(torch.Tensor), change(plain))
+def test_derived_labels_keep_the_batch(change):
+    plain, batch = torch.arange(8).view(4, 2), _make_single_rank_batch()
+    derived = change(know_batch(plain, batch))
+    assert type(derived) is BatchLabels and derived.batch is batch
+    assert torch.equal(derived.as_subclass(torch.Tensor), change(plain))
 
 
 @pytest.mark.parametrize(
@@ -117,31 +117,31 @@ def test_what_is_made_of_labels_are_labels(change):
         lambda labels: torch.cat([labels, labels]),
     ],
 )
-def test_anything_else_is_a_plain_tensor(use):
-    """Decoder inputs are made of labels; what comes of them computes as ever."""
+def test_other_results_are_plain_tensors(use):
+    """Decoder inputs are derived from labels and must stay plain tensors."""
     plain = torch.arange(8).view(4, 2)
-    found = use(know_batch(plain, _alone()))
-    assert type(found) is torch.Tensor and torch.equal(found, use(plain))
+    result = use(know_batch(plain, _make_single_rank_batch()))
+    assert type(result) is torch.Tensor and torch.equal(result, use(plain))
 
 
 @pytest.mark.parametrize("reduction", ["sum", "none"])
-def test_terms_that_the_model_sums_itself_are_refused(reduction):
-    logits, labels = _data("classes")
+def test_sum_and_none_reductions_are_rejected(reduction):
+    logits, labels = _make_data("classes")
     with pytest.raises(UnsupportedError, match=f"cross_entropy.reduction='{reduction}'.*without labels"):
-        F.cross_entropy(logits, know_batch(labels, _alone()), reduction=reduction)
+        F.cross_entropy(logits, know_batch(labels, _make_single_rank_batch()), reduction=reduction)
 
 
-def test_a_sum_is_left_to_who_has_counted():
-    logits, labels = _data("classes")
-    batch = _alone()
+def test_sum_is_allowed_when_terms_are_counted():
+    logits, labels = _make_data("classes")
+    batch = _make_single_rank_batch()
     batch.counted = True
-    found = F.cross_entropy(logits, know_batch(labels, batch), reduction="sum")
-    torch.testing.assert_close(found, F.cross_entropy(logits, labels, reduction="sum"))
+    loss = F.cross_entropy(logits, know_batch(labels, batch), reduction="sum")
+    torch.testing.assert_close(loss, F.cross_entropy(logits, labels, reduction="sum"))
 
 
-def test_a_microbatch_counts_what_its_batch_was_counted_by():
-    logits, labels = _data("classes")
-    batch = _alone()
+def test_microbatch_loss_uses_global_term_count():
+    logits, labels = _make_data("classes")
+    batch = _make_single_rank_batch()
     with batch.over(Share({"labels": 8}, 2, {"labels": labels})):
         loss = F.cross_entropy(logits, know_batch(labels, batch))
         torch.testing.assert_close(loss, F.cross_entropy(logits, labels, reduction="sum") / 8)
@@ -151,26 +151,26 @@ def test_a_microbatch_counts_what_its_batch_was_counted_by():
     assert batch.share is None
 
 
-def test_half_precision_is_summed_in_more():
+def test_half_precision_is_accumulated_in_fp32():
     logits = torch.randn(4096, CLASSES)
     labels = torch.randint(0, CLASSES, (4096,))
-    found = F.cross_entropy(logits.bfloat16(), know_batch(labels, _alone()))
-    torch.testing.assert_close(found, F.cross_entropy(logits.bfloat16().float(), labels))
+    loss = F.cross_entropy(logits.bfloat16(), know_batch(labels, _make_single_rank_batch()))
+    torch.testing.assert_close(loss, F.cross_entropy(logits.bfloat16().float(), labels))
 
 
-def test_nothing_of_torch_is_replaced():
-    assert torch.jit.script(nn.CrossEntropyLoss())(*_data("classes")) > 0
+def test_torch_functions_are_not_patched():
+    assert torch.jit.script(nn.CrossEntropyLoss())(*_make_data("classes")) > 0
     assert F.cross_entropy.__module__ == "torch.nn.functional"
 
 
-def test_labels_of_a_codebook_have_a_name_and_a_number_of_their_own():
+def test_codebook_labels_have_separate_names_and_counts():
     labels = torch.tensor([[[1, -100], [2, -100]], [[3, 4], [-100, -100]]])
     arguments = {"labels": labels}
     assert with_codebooks(arguments) == ("labels", "labels.0", "labels.1")
     assert [int(count_terms(name, arguments, shifts=False)) for name in with_codebooks(arguments)] == [4, 3, 1]
     assert int(count_terms("labels.0", arguments, shifts=True)) == 1
-    known = know_batch(labels, None)
-    assert [known[..., book].contiguous().view(-1).argument for book in (0, -1)] == ["labels.0", "labels.1"]
-    assert known[:, 0].argument == known[0, 0].argument == "labels"
-    # One number per token, or a share of each class, is no codebook's.
+    batch_labels = know_batch(labels, None)
+    assert [batch_labels[..., book].contiguous().view(-1).argument for book in (0, -1)] == ["labels.0", "labels.1"]
+    assert batch_labels[:, 0].argument == batch_labels[0, 0].argument == "labels"
+    # Labels with one class per token, or with class probabilities, have no codebooks.
     assert with_codebooks({"labels": labels[..., 0]}) == with_codebooks({"labels": labels.float()}) == ("labels",)

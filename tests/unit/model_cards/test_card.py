@@ -1,4 +1,4 @@
-"""Model cards from facts alone: what they say, what they refuse, and whose files they replace."""
+"""Tests of model cards: contents, rejected metadata, and replaced or kept files."""
 
 import dataclasses
 import json
@@ -36,7 +36,7 @@ LOG = tuple({"step": step, "loss": 3.0 / step, "epoch": step / 8} for step in ra
     {"step": 4, "eval_loss": 1.25, "eval_accuracy": 0.5, "eval_runtime": 3.0},
     {"step": 8, "eval_loss": 0.75, "eval_accuracy": 0.625, "eval_runtime": 3.0},
 )
-FACTS = CardData(
+CARD_DATA = CardData(
     model_name="stories-tuned",
     base_model="tests/stories",
     architecture="LlamaForCausalLM",
@@ -60,14 +60,14 @@ FACTS = CardData(
 )
 
 
-def test_metadata_reads_back_and_results_are_a_model_index():
-    card = render(FACTS)
+def test_metadata_and_model_index_round_trip():
+    card = render(CARD_DATA)
     check_card(card)
-    found = yaml.safe_load(str(card).split("---")[1])
+    metadata = yaml.safe_load(str(card).split("---")[1])
     expected = {"base_model": "tests/stories", "datasets": ["tests/tales"], "language": ["en"], "license": "apache-2.0"}
-    assert expected.items() <= found.items() and found["library_name"] == "transformers"
-    name, results = model_index_to_eval_results(found["model-index"])
-    # What is not finite is in the table only.
+    assert expected.items() <= metadata.items() and metadata["library_name"] == "transformers"
+    name, results = model_index_to_eval_results(metadata["model-index"])
+    # Non-finite metrics appear only in the table.
     assert name == "stories-tuned" and {r.metric_type: r.metric_value for r in results} == {
         "loss": 0.75,
         "accuracy": 0.625,
@@ -76,19 +76,19 @@ def test_metadata_reads_back_and_results_are_a_model_index():
         ("text-generation", "tests/tales", "validation")
     }
     assert "| perplexity | inf |" in card.text and "Trained from [tests/stories]" in card.text
-    without = render(dataclasses.replace(FACTS, evaluation_dataset=None))
+    without = render(dataclasses.replace(CARD_DATA, evaluation_dataset=None))
     assert "model-index" not in without.data.to_dict() and "| accuracy | 0.625 |" in without.text
 
 
-def test_what_is_not_known_is_not_mentioned():
+def test_unknown_fields_are_omitted():
     card = render(CardData())
     check_card(card)
     assert card.data.to_dict() == {"library_name": "transformers", "tags": ["hf_megatron"]}
     assert "##" not in card.text and "None" not in card.text and "# Model\n" in card.text
 
 
-def test_losses_are_those_of_the_log():
-    text = render(FACTS).text
+def test_loss_table_matches_the_log():
+    text = render(CARD_DATA).text
     for entry in LOG:
         value = entry.get("loss", entry.get("eval_loss"))
         assert re.search(rf"^\| {entry['step']} \|.*\b{re.escape(f'{value:.6g}')} \|", text, re.MULTILINE), entry
@@ -97,54 +97,54 @@ def test_losses_are_those_of_the_log():
     assert len(rows) == 50 and (rows[0], rows[-1]) == ("1", "1000")
 
 
-def test_parity_rows_are_the_recorded_ones():
+def test_parity_rows_match_the_records():
     layout = MegatronConfig(tp_size=8, pp_size=2)
     parity = recorded_parity("LlamaForCausalLM", "llama", layout)
-    wanted = [
+    expected_rows = [
         row
         for row in records()
         if (row["class"], row["model_type"]) == ("LlamaForCausalLM", "llama") and row["layout"] in ("tp", "pp")
         if not row["changes"]
     ]
-    assert list(parity.rows) == wanted and len(wanted) >= 3 and parity.missing == ()
-    text = render(dataclasses.replace(FACTS, layout=layout, parity=parity)).text
-    assert all(row["worst"] in text for row in wanted) and "not their combination" in text
-    # Another layout's rows are not claimed.
+    assert list(parity.rows) == expected_rows and len(expected_rows) >= 3 and parity.missing == ()
+    text = render(dataclasses.replace(CARD_DATA, layout=layout, parity=parity)).text
+    assert all(row["worst"] in text for row in expected_rows) and "not their combination" in text
+    # Records of other layouts are not included.
     assert recorded_parity("LlamaForCausalLM", "llama", MegatronConfig(tp_size=2)).rows != parity.rows
 
 
-def test_no_recorded_result_is_said():
+def test_missing_parity_result_is_stated():
     layout = MegatronConfig(pp_size=2, allow_unverified=True)
     parity = recorded_parity("HrmTextForCausalLM", "hrm_text", layout)
-    facts = dataclasses.replace(
-        FACTS, architecture="HrmTextForCausalLM", model_type="hrm_text", layout=layout, parity=parity
+    card_data = dataclasses.replace(
+        CARD_DATA, architecture="HrmTextForCausalLM", model_type="hrm_text", layout=layout, parity=parity
     )
-    text = render(facts).text
+    text = render(card_data).text
     assert "No passed parity result is recorded for HrmTextForCausalLM (`hrm_text`) on `pp`" in text
     assert "allow_unverified=True" in text and "| not equal |" in text
-    strict = dataclasses.replace(facts, layout=MegatronConfig(pp_size=2))
+    strict = dataclasses.replace(card_data, layout=MegatronConfig(pp_size=2))
     assert "allow_unverified" not in render(strict).text
-    alone = recorded_parity("LlamaForCausalLM", "llama", MegatronConfig(dp_size=2))
-    assert "No parity result is needed" in render(dataclasses.replace(FACTS, parity=alone)).text
+    data_parallel = recorded_parity("LlamaForCausalLM", "llama", MegatronConfig(dp_size=2))
+    assert "No parity result is needed" in render(dataclasses.replace(CARD_DATA, parity=data_parallel)).text
 
 
 @pytest.mark.parametrize(
     "note", ["read from /data/models/llama", "see file:///etc/hosts", "from ~/models", r"from C:\models"]
 )
-def test_a_path_of_the_machine_is_refused(tmp_path, note):
+def test_local_paths_are_rejected(tmp_path, note):
     with pytest.raises(ConfigError, match="local path"):
-        write_card(tmp_path, dataclasses.replace(FACTS, notes=(note,)))
+        write_card(tmp_path, dataclasses.replace(CARD_DATA, notes=(note,)))
     assert not list(tmp_path.iterdir())
 
 
-def test_what_looks_like_a_path_and_is_none(tmp_path):
+def test_strings_resembling_paths_are_accepted(tmp_path):
     notes = ("tp/pp and zero 1/2", "https://huggingface.co/tests/stories/tree/main", "`shards/00/x` of the source")
-    assert write_card(tmp_path, dataclasses.replace(FACTS, notes=notes, source_format="megatron-core torch_dist"))
+    assert write_card(tmp_path, dataclasses.replace(CARD_DATA, notes=notes, source_format="megatron-core torch_dist"))
     assert "- from: megatron-core torch_dist" in (tmp_path / "README.md").read_text()
 
 
 def test_licenses():
-    other = render(dataclasses.replace(FACTS, license="house-license"))
+    other = render(dataclasses.replace(CARD_DATA, license="house-license"))
     check_card(other)
     assert other.data.to_dict()["license"] == "other" and other.data.to_dict()["license_name"] == "house-license"
     for data in (ModelCardData(license="house-license"), ModelCardData(license="other")):
@@ -152,126 +152,128 @@ def test_licenses():
             check_card(ModelCard(f"---\n{data.to_yaml()}\n---\n"))
 
 
-def test_metadata_that_changes_on_the_way_is_found():
-    card = render(FACTS)
-    card.data.tags = ("a", "b")  # a tuple: YAML reads a list
+def test_metadata_changed_by_yaml_is_rejected():
+    card = render(CARD_DATA)
+    card.data.tags = ("a", "b")  # YAML reads a tuple back as a list
     with pytest.raises(ConfigError, match="read back"):
         check_card(card)
 
 
-def test_a_card_of_the_user_is_kept_and_ours_is_replaced(tmp_path):
+def test_user_card_is_kept_and_generated_card_is_replaced(tmp_path):
     (tmp_path / "README.md").write_bytes("# Mine, in another encoding: é\n".encode("latin-1"))
     before = (tmp_path / "README.md").read_bytes()
-    assert write_card(tmp_path, FACTS) is None
+    assert write_card(tmp_path, CARD_DATA) is None
     assert [path.name for path in tmp_path.iterdir()] == ["README.md"]
     assert (tmp_path / "README.md").read_bytes() == before
     (tmp_path / "README.md").unlink()
-    assert write_card(tmp_path, FACTS) == tmp_path / "README.md"
-    write_card(tmp_path, dataclasses.replace(FACTS, model_name="another"))
+    assert write_card(tmp_path, CARD_DATA) == tmp_path / "README.md"
+    write_card(tmp_path, dataclasses.replace(CARD_DATA, model_name="another"))
     text = (tmp_path / "README.md").read_text()
     assert "# another" in text and "stories-tuned" not in text
-    # Without the marker it is the user's.
+    # A card without the marker is treated as the user's.
     (tmp_path / "README.md").write_text(text.replace(MARKER, ""))
-    assert write_card(tmp_path, FACTS) is None
+    assert write_card(tmp_path, CARD_DATA) is None
 
 
-def test_picture(tmp_path):
-    write_card(tmp_path, FACTS)
+def test_loss_plot(tmp_path):
+    write_card(tmp_path, CARD_DATA)
     assert (tmp_path / "loss.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
     assert "](loss.png)" in (tmp_path / "README.md").read_text()
-    # Without losses the picture goes with the card that showed it.
-    write_card(tmp_path, dataclasses.replace(FACTS, log_history=()))
+    # Without losses, the plot is removed together with the card that showed it.
+    write_card(tmp_path, dataclasses.replace(CARD_DATA, log_history=()))
     assert [path.name for path in tmp_path.iterdir()] == ["README.md"]
-    # Somebody else's file of that name is neither replaced nor shown nor removed.
+    # A user's file of that name is not replaced, shown or removed.
     (tmp_path / "loss.png").write_text("mine")
-    write_card(tmp_path, FACTS)
+    write_card(tmp_path, CARD_DATA)
     assert (tmp_path / "loss.png").read_text() == "mine" and "](loss.png)" not in (tmp_path / "README.md").read_text()
 
 
-def test_without_matplotlib_there_is_a_table(tmp_path, monkeypatch):
+def test_card_without_matplotlib_has_a_table(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    write_card(tmp_path, FACTS)
+    write_card(tmp_path, CARD_DATA)
     text = (tmp_path / "README.md").read_text()
     assert [path.name for path in tmp_path.iterdir()] == ["README.md"]
     assert "| 8 | 0.375 | 0.75 |" in text and "<details>" not in text
 
 
-def test_a_picture_that_cannot_be_written_leaves_the_old_card(tmp_path):
-    write_card(tmp_path, FACTS)
+def test_failed_plot_keeps_the_old_card(tmp_path):
+    write_card(tmp_path, CARD_DATA)
     before = (tmp_path / "README.md").read_bytes()
     (tmp_path / "loss.png").unlink()
     (tmp_path / "loss.png").mkdir()
     with pytest.raises(OSError):
-        write_card(tmp_path, dataclasses.replace(FACTS, model_name="another"))
+        write_card(tmp_path, dataclasses.replace(CARD_DATA, model_name="another"))
     assert (tmp_path / "README.md").read_bytes() == before
     assert sorted(path.name for path in tmp_path.iterdir()) == ["README.md", "loss.png"]
     with pytest.raises(OSError):
-        write_card(tmp_path / "absent", FACTS)
+        write_card(tmp_path / "absent", CARD_DATA)
 
 
-def test_a_card_that_is_carried_says_anew_how_to_load(tmp_path):
+def test_carried_card_updates_loading_instructions(tmp_path):
     source, target = tmp_path / "source", tmp_path / "target"
     source.mkdir()
     target.mkdir()
-    write_card(source, dataclasses.replace(FACTS, files="sharded"))
+    write_card(source, dataclasses.replace(CARD_DATA, files="sharded"))
     before = (source / "README.md").read_text()
     assert "hf-megatron merge . ../merged" in before and "from_pretrained" not in before
-    now = CardData(architecture="LlamaForCausalLM", files="merged")
-    assert carry_card(source, target, now) == target / "README.md"
+    card_data = CardData(architecture="LlamaForCausalLM", files="merged")
+    assert carry_card(source, target, card_data) == target / "README.md"
     after = (target / "README.md").read_text()
     assert "LlamaForCausalLM.from_pretrained" in after and "hf-megatron merge" not in after
-    of_files = r"<!-- (how to load it|conversion) -->.*?<!-- end of \1 -->"
-    outside = [re.sub(of_files, "", text, flags=re.DOTALL) for text in (before, after)]
+    file_sections = r"<!-- (how to load it|conversion) -->.*?<!-- end of \1 -->"
+    outside = [re.sub(file_sections, "", text, flags=re.DOTALL) for text in (before, after)]
     assert outside[0] == outside[1]
     assert (target / "loss.png").read_bytes() == (source / "loss.png").read_bytes()
     check_card(ModelCard.load(target / "README.md"))
-    # Somebody else's is copied, and one that is in the target stays.
+    # A user's card is copied, and an existing card in the target is kept.
     (source / "README.md").write_text("# Theirs\n")
-    assert carry_card(source, target, now) is None and (target / "README.md").read_text() == "# Theirs\n"
+    assert carry_card(source, target, card_data) is None and (target / "README.md").read_text() == "# Theirs\n"
     (source / "README.md").write_text("# Another\n")
-    assert carry_card(source, target, now) is None and (target / "README.md").read_text() == "# Theirs\n"
-    # Without any a new one is written.
+    assert carry_card(source, target, card_data) is None and (target / "README.md").read_text() == "# Theirs\n"
+    # Without a source card, a new one is written.
     (source / "README.md").unlink()
     (target / "README.md").unlink()
-    carry_card(source, target, now)
+    carry_card(source, target, card_data)
     assert "LlamaForCausalLM.from_pretrained" in (target / "README.md").read_text()
 
 
-def test_a_conversion_writes_a_card(tmp_path):
+def test_conversion_writes_a_card(tmp_path):
     config = LlamaConfig(architectures=["LlamaForCausalLM"], dtype="bfloat16")
     notes = ("format checked by a round trip only",)
-    facts = card_data_from_config(config, model_name="llama", source_format="Megatron-LM", files="merged", notes=notes)
-    write_card(tmp_path, facts)
+    card_data = card_data_from_config(
+        config, model_name="llama", source_format="Megatron-LM", files="merged", notes=notes
+    )
+    write_card(tmp_path, card_data)
     text = (tmp_path / "README.md").read_text()
     for words in ("Converted from Megatron-LM by hf_megatron", notes[0], "`bfloat16`", "pipeline_tag: text-generation"):
         assert words in text
-    other = render(dataclasses.replace(facts, files=None, target_format="torch_dist", library_name=None))
+    other = render(dataclasses.replace(card_data, files=None, target_format="torch_dist", library_name=None))
     assert "How to load" not in other.text and "library_name" not in other.data.to_dict()
 
 
-def test_what_was_converted_twice_is_called_by_its_last_name_and_type(tmp_path):
+def test_second_conversion_updates_name_and_dtype(tmp_path):
     source, target = tmp_path / "source", tmp_path / "target"
     source.mkdir()
     target.mkdir()
     config = LlamaConfig(architectures=["LlamaForCausalLM"], dtype="float32")
-    said = {"source_format": "one", "target_format": "two", "files": "merged"}
-    write_card(source, card_data_from_config(config, model_name="first", parameters=10, **said))
+    formats = {"source_format": "one", "target_format": "two", "files": "merged"}
+    write_card(source, card_data_from_config(config, model_name="first", parameters=10, **formats))
     carry_card(
-        source, target, card_data_from_config(config, model_name="second", parameters=12, **said | {"dtype": "half"})
+        source, target, card_data_from_config(config, model_name="second", parameters=12, **formats | {"dtype": "half"})
     )
     text = (target / "README.md").read_text()
     for words in ("# second\n", "| parameters | 12 |", "| dtype | `half` |"):
         assert words in text
     assert "first" not in text
-    # Metadata that huggingface_hub cannot take: the card is written anew.
+    # If huggingface_hub cannot parse the metadata, a new card is written.
     (source / "README.md").write_text(
         (source / "README.md").read_text().replace("- hf_megatron", "").replace("tags:", "tags: 7")
     )
-    carry_card(source, target, card_data_from_config(config, model_name="third", **said))
+    carry_card(source, target, card_data_from_config(config, model_name="third", **formats))
     assert "# third\n" in (target / "README.md").read_text()
 
 
-def test_only_names_that_came_from_the_hub_are_base_models(tmp_path, monkeypatch):
+def test_only_hub_ids_are_base_models(tmp_path, monkeypatch):
     snapshot = tmp_path / "models--tests--stories" / "snapshots" / "0" / "config.json"
     snapshot.parent.mkdir(parents=True)
     snapshot.write_text("{}")
@@ -286,7 +288,7 @@ def test_only_names_that_came_from_the_hub_are_base_models(tmp_path, monkeypatch
     assert hub_id("tests/stories") is None, "a folder of that name is what was read"
 
 
-def test_a_folder_is_no_base_model_but_has_one(tmp_path, monkeypatch):
+def test_local_folder_resolves_to_its_base_model(tmp_path, monkeypatch):
     cached = tmp_path / "models--tests--stories"
     for file, content in (("refs/main", "0"), ("snapshots/0/config.json", "{}")):
         (cached / file).parent.mkdir(parents=True, exist_ok=True)
@@ -297,7 +299,7 @@ def test_a_folder_is_no_base_model_but_has_one(tmp_path, monkeypatch):
     assert find_base_model("tests/stories") == "tests/stories"
     assert find_base_model(str(folder)) is None
     config = folder / "config.json"
-    # What is not in the cache may be the name of a folder that is gone.
+    # A name outside the cache may be a removed local folder.
     for name, base in (("tests/stories", "tests/stories"), ("tests/gone", None), (str(folder), None), (7, None)):
         config.write_text(json.dumps({"_name_or_path": name}))
         assert find_base_model(str(folder)) == base
@@ -318,20 +320,20 @@ def test_a_folder_is_no_base_model_but_has_one(tmp_path, monkeypatch):
         assert find_base_model(str(folder)) == "tests/stories"
 
 
-def test_ids_of_datasets():
-    def dataset(**info):
+def test_dataset_ids():
+    def make_dataset(**info):
         return Dataset.from_dict({"text": ["a"]}, info=DatasetInfo(**info))
 
     files = {f"hf://datasets/tests/tales@0123/part-{n}.parquet": {"num_bytes": 1, "checksum": None} for n in range(2)}
-    assert dataset_ids(dataset(download_checksums=files, builder_name="parquet")) == ["tests/tales"]
-    assert dataset_ids(dataset(builder_name="tales")) == ["tales"]
-    assert dataset_ids(dataset(builder_name="json", download_checksums={"/data/tales.json": {}})) == []
-    assert dataset_ids(dataset()) == dataset_ids([1, 2]) == dataset_ids(None) == []
+    assert dataset_ids(make_dataset(download_checksums=files, builder_name="parquet")) == ["tests/tales"]
+    assert dataset_ids(make_dataset(builder_name="tales")) == ["tales"]
+    assert dataset_ids(make_dataset(builder_name="json", download_checksums={"/data/tales.json": {}})) == []
+    assert dataset_ids(make_dataset()) == dataset_ids([1, 2]) == dataset_ids(None) == []
 
 
 @pytest.fixture
 def hub():
-    """A server on this machine with the Hub's check of metadata: it keeps what it is sent and knows two licenses."""
+    """Local server that validates metadata like the Hub: it records requests and accepts two licenses."""
     received = []
 
     class Handler(BaseHTTPRequestHandler):
@@ -340,11 +342,11 @@ def hub():
             received.append((self.path, body))
             block = yaml.safe_load(body["content"].split("---")[1])
             valid = block.get("license") in ("apache-2.0", "other", None)
-            answer = b"{}" if valid else b"license must be one of the list"
+            response = b"{}" if valid else b"license must be one of the list"
             self.send_response(200 if valid else 400)
-            self.send_header("Content-Length", str(len(answer)))
+            self.send_header("Content-Length", str(len(response)))
             self.end_headers()
-            self.wfile.write(answer)
+            self.wfile.write(response)
 
         def log_message(self, *args):
             pass
@@ -359,7 +361,7 @@ def hub():
 
 
 def validate(endpoint, card):
-    """`ModelCard.validate` in an interpreter of its own: this one is offline."""
+    """Runs `ModelCard.validate` in a subprocess, since this process is offline."""
     code = "import sys; from huggingface_hub import ModelCard; ModelCard.load(sys.argv[1]).validate()"
     environment = os.environ | {"HF_ENDPOINT": endpoint, "HF_HUB_OFFLINE": "0", "NO_PROXY": "127.0.0.1"}
     return subprocess.run(
@@ -367,14 +369,14 @@ def validate(endpoint, card):
     )
 
 
-def test_validation_by_the_hubs_client(tmp_path, hub):
+def test_hub_client_validates_the_card(tmp_path, hub):
     endpoint, received = hub
-    write_card(tmp_path, FACTS)
+    write_card(tmp_path, CARD_DATA)
     result = validate(endpoint, tmp_path / "README.md")
     assert result.returncode == 0, result.stderr
     [(path, body)] = received
     assert path == "/api/validate-yaml" and body["repoType"] == "model"
-    assert yaml.safe_load(body["content"].split("---")[1]) == render(FACTS).data.to_dict()
+    assert yaml.safe_load(body["content"].split("---")[1]) == render(CARD_DATA).data.to_dict()
     text = (tmp_path / "README.md").read_text()
     (tmp_path / "README.md").write_text(text.replace("license: apache-2.0", "license: house-license"))
     result = validate(endpoint, tmp_path / "README.md")

@@ -1,4 +1,4 @@
-"""A spec's fields are stated by name alone and held in one sub-record for each axis."""
+"""Tests of ModelSpec fields: set by name and stored in one sub-record per parallel axis."""
 
 from dataclasses import fields
 
@@ -10,7 +10,7 @@ from hf_megatron.errors import PlanError
 RECORDS = ("tp", "sp", "pp", "cp", "moe")
 
 
-def test_a_name_belongs_to_one_sub_record():
+def test_field_names_belong_to_one_sub_record():
     spec = ModelSpec("llama")
     assert [member.name for member in fields(spec)] == ["model_type", *RECORDS]
     names = [member.name for record in RECORDS for member in fields(getattr(spec, record))]
@@ -38,6 +38,6 @@ def test_fields_are_set_by_name():
         lambda spec: spec.get_field("token_dim"),
     ],
 )
-def test_an_unknown_name_is_refused_with_those_that_exist(use):
+def test_unknown_field_error_lists_valid_names(use):
     with pytest.raises(PlanError, match=r"no field 'token_dim'.*\bsequence_dim\b"):
         use(ModelSpec("llama"))

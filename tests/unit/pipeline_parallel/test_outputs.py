@@ -1,4 +1,4 @@
-"""What a pipelined model's outputs say of what one stage has."""
+"""Tests of pipelined model outputs that are available on a single stage only."""
 
 import pytest
 
@@ -7,7 +7,7 @@ from hf_megatron.pipeline_parallel.outputs import PipelineOutput
 
 
 @pytest.mark.parametrize("name", ["cache_params", "state", "mems", "encoder_last_hidden_state"])
-def test_what_one_stage_has_is_refused_by_name(name):
+def test_single_stage_outputs_are_rejected_by_name(name):
     with pytest.raises(UnsupportedError, match=f"outputs.{name} of a pipelined model.*pp_size=1"):
         getattr(PipelineOutput(), name)
     assert not hasattr(PipelineOutput(), name)

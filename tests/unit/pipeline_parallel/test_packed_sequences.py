@@ -1,4 +1,4 @@
-"""Where a packed row is cut into microbatches."""
+"""Tests of splitting a packed sequence into microbatches."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ from hf_megatron.pipeline_parallel.packed_sequences import PackedRow
 LENGTHS = (9, 4, 13, 2)
 
 
-def call(lengths=LENGTHS, **changes):
+def make_inputs(lengths=LENGTHS, **changes):
     ids = torch.arange(sum(lengths)).unsqueeze(0)
     positions = torch.cat([torch.arange(length) for length in lengths]).unsqueeze(0)
     return {"input_ids": ids, "position_ids": positions, "labels": ids.masked_fill(positions == 0, -100), **changes}
@@ -19,34 +19,34 @@ def call(lengths=LENGTHS, **changes):
 @pytest.mark.parametrize(
     ("count", "lengths"), [(1, [28]), (2, [13, 15]), (3, [9, 4, 15]), (4, [9, 4, 13, 2]), (9, [9, 4, 13, 2])]
 )
-def test_cuts_near_equal_shares(count, lengths):
-    parts = PackedRow.of_call(call()).microbatches(count)
-    assert [part["input_ids"].shape[1] for part in parts] == lengths
-    assert torch.equal(torch.cat([part["labels"] for part in parts], 1), call()["labels"])
+def test_packed_sequence_is_split_into_near_equal_shares(count, lengths):
+    microbatches = PackedRow.of_call(make_inputs()).microbatches(count)
+    assert [microbatch["input_ids"].shape[1] for microbatch in microbatches] == lengths
+    assert torch.equal(torch.cat([microbatch["labels"] for microbatch in microbatches], 1), make_inputs()["labels"])
 
 
-def test_flash_arguments_are_those_of_the_part():
+def test_flash_arguments_match_the_microbatch():
     ends = torch.tensor([0, 9, 13, 26, 28], dtype=torch.int32)
-    given = call(cu_seq_lens_q=ends, cu_seq_lens_k=ends, max_length_q=13, max_length_k=13)
-    first, second = PackedRow.of_call(given).microbatches(2)
+    inputs = make_inputs(cu_seq_lens_q=ends, cu_seq_lens_k=ends, max_length_q=13, max_length_k=13)
+    first, second = PackedRow.of_call(inputs).microbatches(2)
     assert first["cu_seq_lens_q"].tolist() == [0, 9, 13] and second["cu_seq_lens_k"].tolist() == [0, 13, 15]
     assert (first["max_length_q"], second["max_length_k"]) == (9, 13)
     assert first["cu_seq_lens_q"].dtype == torch.int32
 
 
-def test_borders_are_those_of_both():
+def test_borders_need_positions_and_cu_seq_lens():
     ends = torch.tensor([0, 13, 28])
-    assert PackedRow.of_call(call(cu_seq_lens_q=ends, cu_seq_lens_k=ends)).borders == (13,)
-    # The ends of documents whose positions go on are none to attention by positions.
-    continued = call((13, 15), cu_seq_lens_q=torch.tensor([0, 9, 13, 28]))
+    assert PackedRow.of_call(make_inputs(cu_seq_lens_q=ends, cu_seq_lens_k=ends)).borders == (13,)
+    # A document end inside continuing positions is not a border for position-based attention.
+    continued = make_inputs((13, 15), cu_seq_lens_q=torch.tensor([0, 9, 13, 28]))
     assert PackedRow.of_call(continued).borders == (13,)
 
 
-def test_a_target_between_documents_joins_them():
-    labels = call()["labels"].clone()
+def test_label_across_a_border_joins_documents():
+    labels = make_inputs()["labels"].clone()
     labels[0, 13] = 13
-    assert PackedRow.of_call(call(labels=labels)).borders == (9, 26)
-    assert PackedRow.of_call(call(labels=labels, shift_labels=labels)).borders == (9, 13, 26)
+    assert PackedRow.of_call(make_inputs(labels=labels)).borders == (9, 26)
+    assert PackedRow.of_call(make_inputs(labels=labels, shift_labels=labels)).borders == (9, 13, 26)
 
 
 @pytest.mark.parametrize(
@@ -64,11 +64,11 @@ def test_a_target_between_documents_joins_them():
     ],
     ids=str,
 )
-def test_what_is_no_packed_row_is_not_cut(changes):
-    assert PackedRow.of_call(call(**changes)) is None
+def test_unpacked_inputs_are_not_split(changes):
+    assert PackedRow.of_call(make_inputs(**changes)) is None
 
 
-def test_rotary_embeddings_that_know_the_longest_text():
+def test_length_dependent_rope_is_detected():
     assert not scales_by_length(LlamaConfig())
     assert scales_by_length(LlamaConfig(rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}))
     layers = {"full_attention": {"rope_type": "longrope"}, "sliding_attention": {"rope_type": "default"}}

@@ -1,4 +1,4 @@
-"""Layers shared out over stages, against every partition there is, and estimated costs against counted weights."""
+"""Tests of layer partitioning against exhaustive search, and of estimated layer costs against counted weights."""
 
 import itertools
 import random
@@ -21,12 +21,12 @@ def meta(config):
         return AutoModelForCausalLM.from_config(config)
 
 
-def every_partition(layers, stages):
+def iter_partitions(layers, stages):
     for cuts in itertools.combinations(range(1, layers), stages - 1):
         yield tuple(stop - start for start, stop in itertools.pairwise((0, *cuts, layers)))
 
 
-def stage_costs(costs, counts, before, after):
+def sum_stage_costs(costs, counts, before, after):
     stops = list(itertools.accumulate(counts))
     sums = [sum(costs[start:stop]) for start, stop in zip([0, *stops], stops, strict=False)]
     sums[0] += before
@@ -34,29 +34,31 @@ def stage_costs(costs, counts, before, after):
     return sums
 
 
-def test_partition_is_the_best_there_is():
-    draw = random.Random(0)
+def test_partition_is_optimal():
+    generator = random.Random(0)
     for _ in range(300):
-        layers = draw.randint(1, 9)
-        stages = draw.randint(1, layers)
-        costs = [draw.randint(0, 6) for _ in range(layers)]
-        before, after = draw.choice([0, 3]), draw.choice([0, 5, 20])
+        layers = generator.randint(1, 9)
+        stages = generator.randint(1, layers)
+        costs = [generator.randint(0, 6) for _ in range(layers)]
+        before, after = generator.choice([0, 3]), generator.choice([0, 5, 20])
 
-        def rank(counts, costs=costs, before=before, after=after):
-            sums = stage_costs(costs, counts, before, after)
+        def sort_key(counts, costs=costs, before=before, after=after):
+            sums = sum_stage_costs(costs, counts, before, after)
             return max(sums), sum(one**2 for one in sums), [-count for count in counts]
 
-        assert partition(costs, stages, before=before, after=after) == min(every_partition(layers, stages), key=rank)
+        assert partition(costs, stages, before=before, after=after) == min(
+            iter_partitions(layers, stages), key=sort_key
+        )
 
 
 @pytest.mark.parametrize("cost", [1, 0.1, 1e-30, 7e12])
-def test_equal_layers_are_shared_out_evenly(cost):
+def test_equal_layers_are_partitioned_evenly(cost):
     for layers in range(1, 14):
         for stages in range(1, layers + 1):
             assert partition([cost] * layers, stages) == even(layers, stages)
 
 
-def test_the_head_takes_the_place_of_layers():
+def test_head_cost_replaces_layers():
     assert partition([1.0] * 8, 2) == (4, 4)
     assert partition([1.0] * 8, 2, after=2.0) == (5, 3)
     assert partition([1.0] * 8, 2, before=2.0) == (3, 5)
@@ -70,20 +72,20 @@ def test_even():
 
 
 @pytest.mark.parametrize("function", [lambda: even(3, 4), lambda: partition([1.0] * 3, 4), lambda: even(3, 0)])
-def test_more_stages_than_layers(function):
+def test_more_stages_than_layers_is_rejected(function):
     with pytest.raises(ConfigError, match="pp_size x virtual_stages"):
         function()
 
 
 @pytest.mark.parametrize("counts", [(4, 4, 4), (5, 4), (8, 0), (9, -1), (), (8,)])
-def test_partition_that_does_not_fit(counts):
+def test_invalid_partition_is_rejected(counts):
     with pytest.raises(ConfigError) as error:
         check_partition(counts, 8, 2)
     words = ["MegatronConfig.pipeline_partition", str(list(counts)), "2 positive integers", "8 layers", "[4, 4]"]
     assert all(word in str(error.value) for word in words)
 
 
-def test_partition_that_fits():
+def test_valid_partition_is_accepted():
     check_partition((5, 3), 8, 2)
     check_partition([1] * 8, 8, 8)
 
@@ -100,21 +102,21 @@ def test_stages():
     assert Stages.of((3, 2), (0, 1)) == Stages.of([3, 2], [0, 1])
 
 
-def test_cost_of_dense_layers():
+def test_dense_layer_cost():
     model = meta(LlamaConfig(**SIZES, num_key_value_heads=2))
     assert estimate_costs(model.model.layers, model.config) == (ATTENTION + 3 * 32 * 48,) * 3
     assert estimate_cost(model.lm_head) == 32 * 96
     assert estimate_cost(model.model.embed_tokens) == estimate_cost(model.model.norm) == 0
 
 
-def test_cost_of_experts_is_the_active_share():
+def test_expert_cost_counts_active_experts():
     model = meta(MixtralConfig(**SIZES, num_key_value_heads=2, num_local_experts=8, num_experts_per_tok=2))
     expected = ATTENTION + 8 * 32 + 2 * 3 * 32 * 48
     assert estimate_costs(model.model.layers, model.config) == (expected,) * 3
     assert estimate_cost(model.model.layers[0]) == ATTENTION + 8 * 32 + 8 * 3 * 32 * 48
 
 
-def test_biases_of_experts_cost_nothing():
+def test_expert_biases_cost_nothing():
     config = GptOssConfig(
         **SIZES, num_key_value_heads=2, head_dim=8, num_local_experts=4, num_experts_per_tok=1, layer_types=None
     )
@@ -122,7 +124,7 @@ def test_biases_of_experts_cost_nothing():
     assert estimate_cost(model.model.layers[0], config) == ATTENTION + 4 * 32 + 3 * 32 * 48
 
 
-def test_experts_in_a_list():
+def test_expert_list_cost():
     layer = nn.Module()
     layer.router = nn.Linear(8, 4, device="meta")
     layer.experts = nn.ModuleList(nn.Linear(8, 16, device="meta") for _ in range(4))

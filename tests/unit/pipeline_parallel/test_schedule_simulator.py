@@ -1,4 +1,4 @@
-"""A simulated step against closed forms, steps worked out by hand, and the plan that it plays."""
+"""Tests of the schedule simulator against closed forms, hand-computed steps and schedule plans."""
 
 import json
 from collections import Counter
@@ -21,7 +21,7 @@ from hf_megatron.pipeline_parallel.schedule_simulator import (
 from hf_megatron.pipeline_parallel.schedules import Action, Kind, assign_stage_ranks, computations, rank_actions
 
 COSTS = StageCosts(1.0, 1.0, 1.0)
-EACH = (
+SCHEDULE_SIZES = (
     ("gpipe", 4, 1, 8),
     ("1f1b", 4, 1, 8),
     ("interleaved_1f1b", 4, 2, 8),
@@ -48,7 +48,7 @@ def test_interleaved_stages():
         assert step.duration == pytest.approx(3 * (8 * stages_per_rank + 3))
 
 
-def test_unequal_stages_by_hand():
+def test_unequal_stages_match_hand_computation():
     """GPipe on 2 ranks, forward 1 and 2, backward 2 and 4, 2 microbatches."""
     step = simulate("gpipe", 2, 1, 2, [StageCosts(1, 1, 1), StageCosts(2, 2, 2)])
     rows = [[(str(action), start, stop) for _, action, start, stop in row] for row in step.spans]
@@ -59,8 +59,8 @@ def test_unequal_stages_by_hand():
     assert step.duration == 15 and step.idle == (9, 3) and step.live == (2, 2)
 
 
-def test_sends_by_hand():
-    """A send keeps the link for 3: the second one waits for the first, and no rank waits for its own send."""
+def test_send_times_match_hand_computation():
+    """A send occupies the link for 3: the second waits for the first, and no rank blocks on its send."""
     step = simulate("gpipe", 2, 1, 2, [COSTS] * 2, sends=3)
     rows = [[(str(action), start, stop) for _, action, start, stop in row] for row in step.spans]
     assert rows == [
@@ -69,37 +69,37 @@ def test_sends_by_hand():
     ]
 
 
-def test_a_send_shorter_than_a_stage_shifts_each_rank_once_each_way():
+def test_short_send_delays_each_rank_once_per_direction():
     for microbatches in (4, 12):
         free, slow = (simulate("gpipe", 4, 1, microbatches, [COSTS] * 4, sends) for sends in (0.0, 0.5))
         assert slow.duration == pytest.approx(free.duration + 2 * 3 * 0.5)
 
 
-def test_sends_of_their_own():
+def test_per_stage_send_times():
     costs = [COSTS] * 4
     one, other = (simulate("1f1b", 4, 1, 8, costs, sends).duration for sends in ([0.5, 0.0, 0.0], [0.0, 0.0, 0.5]))
     both = simulate("1f1b", 4, 1, 8, costs, [0.5, 0.0, 0.5]).duration
     assert simulate("1f1b", 4, 1, 8, costs).duration < min(one, other) <= both
 
 
-def test_stages_of_one_rank_send_nothing():
-    """The middle of a V is one rank's two stages."""
+def test_stages_on_one_rank_send_nothing():
+    """The two middle stages of a V-shaped schedule are on one rank."""
     costs = [COSTS] * 8
     step = simulate("zbv", 4, 2, 8, costs)
     assert simulate("zbv", 4, 2, 8, costs, [0, 0, 0, 99, 0, 0, 0]) == step
     assert simulate("zbv", 4, 2, 8, costs, [0, 0, 1, 0, 0, 0, 0]).duration > step.duration
 
 
-# The slow rank waits for its first input and for the rank after its last gradient; besides, with GPipe for its last
-# microbatch to come back, with 1F1B for its first one.
+# The slow rank idles for its first input and after its last gradient. In addition, GPipe waits for its last
+# microbatch to come back, 1F1B for its first one.
 @pytest.mark.parametrize(("name", "idle"), [("gpipe", 1 + 2 + 6), ("1f1b", 1 + 2 + 2)])
-def test_a_stage_twice_as_slow_sets_the_pace(name, idle):
+def test_slowest_stage_sets_the_pace(name, idle):
     step = simulate(name, 4, 1, 64, [COSTS, StageCosts(2, 2, 2), COSTS, COSTS])
     assert step.duration == pytest.approx(64 * 6 + idle)
     assert step.idle[1] == min(step.idle) == pytest.approx(idle)
 
 
-@pytest.mark.parametrize("sizes", EACH)
+@pytest.mark.parametrize("sizes", SCHEDULE_SIZES)
 def test_every_schedule(sizes):
     name, ranks, stages_per_rank, microbatches = sizes
     costs = [StageCosts(1.0, 0.75, 1.0 + 0.125 * stage) for stage in range(ranks * stages_per_rank)]
@@ -118,13 +118,13 @@ def test_every_schedule(sizes):
     busy = sum(span.stop - span.start for row in step.spans for span in row)
     assert sum(step.idle) + busy == pytest.approx(ranks * step.duration)
     assert max(stops.values()) == step.duration
-    # Actions that communicate change nothing.
+    # Communication actions do not change the result.
     assert simulate_orders(rank_actions(*sizes), assign_stage_ranks(*sizes[:3]), costs, 0.25) == step
     assert bubble(*sizes) == pytest.approx(simulate(*sizes, [COSTS] * len(costs)).bubble)
 
 
-@pytest.mark.parametrize("sizes", EACH)
-def test_live_microbatches_are_those_of_the_plan(sizes):
+@pytest.mark.parametrize("sizes", SCHEDULE_SIZES)
+def test_live_microbatches_match_the_plan(sizes):
     orders = rank_actions(*sizes)
     ends = (Kind.BACKWARD, Kind.BACKWARD_WEIGHT)
     for order in orders:
@@ -132,41 +132,41 @@ def test_live_microbatches_are_those_of_the_plan(sizes):
         for action in order:
             live[action.stage] += (action.kind is Kind.FORWARD) - (action.kind in ends)
             most[action.stage] = max(most[action.stage], live[action.stage])
-        found = live_microbatches(orders, sizes[1] * sizes[2])
-        assert {stage: found[stage] for stage in most} == most
+        live_counts = live_microbatches(orders, sizes[1] * sizes[2])
+        assert {stage: live_counts[stage] for stage in most} == most
         assert not any(live.values())
         assert max(most.values()) <= most_held(order, dict.fromkeys(most, 1.0)) <= sum(most.values())
 
 
-def test_live_microbatches_of_one_forward_one_backward():
+def test_live_microbatches_in_1f1b():
     assert simulate("1f1b", 4, 1, 8, [COSTS] * 4).live == (4, 3, 2, 1)
     assert simulate("gpipe", 4, 1, 8, [COSTS] * 4).live == (8, 8, 8, 8)
     order = computations("1f1b", 2, 1, 8)[0]
     assert most_held(order, {0: 2.5}) == 5.0
 
 
-@pytest.mark.parametrize("sizes", EACH)
-def test_long_steps_from_short_ones(sizes):
+@pytest.mark.parametrize("sizes", SCHEDULE_SIZES)
+def test_long_steps_are_extrapolated_from_short_ones(sizes):
     name, ranks, stages_per_rank, _ = sizes
     costs = [StageCosts(1.0, 0.75, 1.0 + 0.125 * stage) for stage in range(ranks * stages_per_rank)]
     for microbatches in (8, 60, 96, 128):
         exact = simulate(name, ranks, stages_per_rank, microbatches, costs, 0.25).duration
-        found = simulated_seconds(name, ranks, stages_per_rank, microbatches, costs, 0.25)
-        assert found == pytest.approx(exact, rel=0.01)
+        estimate = simulated_seconds(name, ranks, stages_per_rank, microbatches, costs, 0.25)
+        assert estimate == pytest.approx(exact, rel=0.01)
 
 
-def test_a_long_step_takes_no_less_than_its_busiest_rank():
-    """Stages so unequal that the pipeline fills for longer than what a long step is told by."""
+def test_long_step_is_bounded_by_its_busiest_rank():
+    """Stages so unequal that filling the pipeline takes longer than the short steps used for extrapolation."""
     forwards = [1.81, 1.51, 0.76, 0.9, 1.55, 1.35, 1.03, 1.05]
     halves = [1.31, 1.7, 1.24, 1.38, 0.8, 1.54, 0.8, 1.21]
     costs = [StageCosts(forward, half, half) for forward, half in zip(forwards, halves, strict=True)]
-    own = [0.0] * 4
+    busy_times = [0.0] * 4
     for stage, rank in enumerate(assign_stage_ranks("zbv", 4, 2)):
-        own[rank] += forwards[stage] + 2 * halves[stage]
-    assert simulated_seconds("zbv", 4, 2, 64, costs, 0.3) >= 64 * max(own)
+        busy_times[rank] += forwards[stage] + 2 * halves[stage]
+    assert simulated_seconds("zbv", 4, 2, 64, costs, 0.3) >= 64 * max(busy_times)
 
 
-def test_a_simulated_step_is_drawn(tmp_path):
+def test_simulated_step_exports_a_timeline(tmp_path):
     step = simulate("1f1b", 4, 1, 8, [COSTS] * 4, sends=0.25)
     timeline = simulated_timeline(step, "1f1b", 8)
     assert (timeline.ranks, timeline.stages, timeline.microbatches) == (4, 4, 8)
@@ -178,7 +178,7 @@ def test_a_simulated_step_is_drawn(tmp_path):
     assert json.loads((tmp_path / "step.json").read_text())["otherData"]["ranks"] == 4
 
 
-def test_errors():
+def test_invalid_inputs_are_rejected():
     with pytest.raises(ConfigError, match="costs of 3 stages: expected 4"):
         simulate("1f1b", 4, 1, 8, [COSTS] * 3)
     with pytest.raises(ConfigError, match="between 4 pairs of stages: expected 3"):

@@ -1,4 +1,4 @@
-"""Every schedule's plan run by a simulator whose sends and receives block, and idle time against closed formulas."""
+"""Tests of pipeline schedules in a simulator with blocking sends and receives, and of bubbles against formulas."""
 
 import dataclasses
 from collections import Counter
@@ -37,8 +37,8 @@ RECEIVES = {receive: (send, -step) for send, (receive, step) in SENDS.items()}
 BACKWARDS = (Kind.BACKWARD, Kind.BACKWARD_INPUT)
 
 
-def sizes_of(name):
-    """Every (ranks, stages per rank, microbatches) that is tried."""
+def iter_sizes(name):
+    """Yields every tested (ranks, stages per rank, microbatches)."""
     for ranks in (2, 3, 4):
         for stages_per_rank in (1, 2, 3):
             if schedule(name).fixed in (None, stages_per_rank):
@@ -48,20 +48,20 @@ def sizes_of(name):
 
 
 def simulate(actions, placement, *, forwards=True):
-    """Runs all ranks, each in its order, and returns what was computed.
+    """Runs the actions of all ranks in order and returns a counter of the computations.
 
-    A send waits until the receiving rank has come to the receive that matches it. What an action needs has to be done
-    by the same rank before: nothing else waits.
+    A send blocks until the receiving rank reaches the matching receive. The inputs of an action must be available on
+    the same rank: no other action blocks.
     """
     stages = len(placement)
     following = [0] * len(actions)
     done = [set() for _ in actions]
 
-    def head(rank):
+    def peek(rank):
         return actions[rank][following[rank]] if following[rank] < len(actions[rank]) else None
 
-    def other(action):
-        """The send or receive on another rank that belongs to this one, and that rank."""
+    def find_match(action):
+        """Returns the peer rank and its matching send or receive."""
         kind, step = (SENDS | RECEIVES)[action.kind]
         return placement[action.stage + step], Action(kind, action.stage + step, action.microbatch)
 
@@ -69,51 +69,51 @@ def simulate(actions, placement, *, forwards=True):
         kind, stage, microbatch = action.kind, action.stage, action.microbatch
         assert placement[stage] == rank
 
-        def have(*alternatives):
-            wanted = {Action(one, at, microbatch) for one, at in alternatives}
-            assert wanted & done[rank], f"rank {rank} does {action} without any of {[str(one) for one in wanted]}"
+        def require(*alternatives):
+            required = {Action(one, at, microbatch) for one, at in alternatives}
+            assert required & done[rank], f"rank {rank} does {action} without any of {[str(one) for one in required]}"
 
         if kind is Kind.FORWARD and stage > 0:
-            have((Kind.RECEIVE_FORWARD, stage), (Kind.FORWARD, stage - 1))
+            require((Kind.RECEIVE_FORWARD, stage), (Kind.FORWARD, stage - 1))
         if kind in BACKWARDS:
             if forwards:
-                have((Kind.FORWARD, stage))
+                require((Kind.FORWARD, stage))
             if stage < stages - 1:
-                have((Kind.RECEIVE_BACKWARD, stage), *((one, stage + 1) for one in BACKWARDS))
+                require((Kind.RECEIVE_BACKWARD, stage), *((one, stage + 1) for one in BACKWARDS))
         if kind is Kind.BACKWARD_WEIGHT:
-            have((Kind.BACKWARD_INPUT, stage))
+            require((Kind.BACKWARD_INPUT, stage))
         if kind is Kind.SEND_FORWARD:
-            have((Kind.FORWARD, stage))
+            require((Kind.FORWARD, stage))
         if kind is Kind.SEND_BACKWARD:
-            have(*((one, stage) for one in BACKWARDS))
+            require(*((one, stage) for one in BACKWARDS))
 
     progress = True
     while progress:
         progress = False
         for rank in range(len(actions)):
-            while (action := head(rank)) is not None:
+            while (action := peek(rank)) is not None:
                 partner = None
                 if action.kind.communicates:
-                    partner, match = other(action)
+                    partner, match = find_match(action)
                     assert partner != rank, f"{action} stays on rank {rank}"
-                    facing = head(partner)
-                    if facing is not None and facing.kind.communicates and other(facing)[0] == rank:
+                    facing = peek(partner)
+                    if facing is not None and facing.kind.communicates and find_match(facing)[0] == rank:
                         assert facing == match, f"rank {rank} does {action} while rank {partner} does {facing}"
                     if facing != match:
                         break
                     check_needs(partner, match)
                 check_needs(rank, action)
                 for one in (rank,) if partner is None else (rank, partner):
-                    done[one].add(head(one))
+                    done[one].add(peek(one))
                     following[one] += 1
                 progress = True
-    stuck = {rank: str(head(rank)) for rank in range(len(actions)) if head(rank) is not None}
+    stuck = {rank: str(peek(rank)) for rank in range(len(actions)) if peek(rank) is not None}
     assert not stuck, f"deadlock: {stuck}"
     return Counter(action for order in actions for action in order if not action.kind.communicates)
 
 
-def full_backwards(stage, microbatch):
-    """The two ways to do a backward."""
+def list_full_backwards(stage, microbatch):
+    """Returns the two valid sets of actions for a full backward."""
     split = (Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
     return [{Action(Kind.BACKWARD, stage, microbatch)}, {Action(kind, stage, microbatch) for kind in split}]
 
@@ -125,15 +125,17 @@ def test_registered_names():
 
 @pytest.mark.parametrize("name", NAMES)
 def test_every_plan_runs(name):
-    for ranks, stages_per_rank, microbatches in sizes_of(name):
+    for ranks, stages_per_rank, microbatches in iter_sizes(name):
         placement = assign_stage_ranks(name, ranks, stages_per_rank)
         computed = simulate(rank_actions(name, ranks, stages_per_rank, microbatches), placement)
         assert set(computed.values()) == {1}
         for stage in range(ranks * stages_per_rank):
             for microbatch in range(microbatches):
                 forward = Action(Kind.FORWARD, stage, microbatch)
-                here = {action for action in computed if (action.stage, action.microbatch) == (stage, microbatch)}
-                assert forward in here and here - {forward} in full_backwards(stage, microbatch)
+                stage_actions = {
+                    action for action in computed if (action.stage, action.microbatch) == (stage, microbatch)
+                }
+                assert forward in stage_actions and stage_actions - {forward} in list_full_backwards(stage, microbatch)
         assert {action.stage for action in computed} == set(range(ranks * stages_per_rank))
         assert {action.microbatch for action in computed} == set(range(microbatches))
         if not schedule(name).splits_backward:
@@ -143,15 +145,17 @@ def test_every_plan_runs(name):
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize(("one_way", "kind"), [(forward_plan, Kind.FORWARD), (backward_plan, Kind.BACKWARD)])
 def test_every_one_way_plan_runs(name, one_way, kind):
-    for ranks, stages_per_rank, microbatches in sizes_of(name):
+    for ranks, stages_per_rank, microbatches in iter_sizes(name):
         placement = assign_stage_ranks(name, ranks, stages_per_rank)
         actions = one_way(name, ranks, stages_per_rank, microbatches)
         computed = simulate(actions, placement, forwards=False)
-        expected = [Action(kind, stage, part) for stage in range(len(placement)) for part in range(microbatches)]
+        expected = [
+            Action(kind, stage, microbatch) for stage in range(len(placement)) for microbatch in range(microbatches)
+        ]
         assert computed == Counter(expected)
 
 
-def test_one_way_plans_need_no_valid_number_of_microbatches():
+def test_one_way_plans_accept_any_microbatch_count():
     for microbatches in range(1, 8):
         simulate(forward_plan("dualpipev", 4, 2, microbatches), assign_stage_ranks("dualpipev", 4, 2))
     forwards, backwards = [one("zbv", 2, 2, 3)[0] for one in (forward_plan, backward_plan)]
@@ -163,25 +167,25 @@ def test_one_way_plans_need_no_valid_number_of_microbatches():
 @pytest.mark.parametrize(
     "fault", ["receives swapped", "send left out", "sent too early", "forward twice", "waits for each other"]
 )
-def test_the_simulator_finds_faults(fault):
+def test_simulator_detects_faults(fault):
     actions = [list(order) for order in rank_actions("1f1b", 3, 1, 4)]
     placement = assign_stage_ranks("1f1b", 3, 1)
 
-    def places(rank, kind):
+    def find_indices(rank, kind):
         return [index for index, action in enumerate(actions[rank]) if action.kind is kind]
 
     if fault == "receives swapped":
-        first, second = places(1, Kind.RECEIVE_FORWARD)[:2]
+        first, second = find_indices(1, Kind.RECEIVE_FORWARD)[:2]
         actions[1][first], actions[1][second] = actions[1][second], actions[1][first]
     elif fault == "send left out":
-        del actions[0][places(0, Kind.SEND_FORWARD)[-1]]
+        del actions[0][find_indices(0, Kind.SEND_FORWARD)[-1]]
     elif fault == "sent too early":
-        actions[0].insert(0, actions[0].pop(places(0, Kind.SEND_FORWARD)[0]))
+        actions[0].insert(0, actions[0].pop(find_indices(0, Kind.SEND_FORWARD)[0]))
     elif fault == "forward twice":
         actions[0].append(actions[0][0])
     else:
-        # Rank 1 offers a gradient to rank 0 while rank 0 still offers it an activation.
-        receive, send = places(1, Kind.RECEIVE_FORWARD)[-1], places(1, Kind.SEND_BACKWARD)[-1]
+        # Rank 1 sends a gradient to rank 0 while rank 0 is still sending it an activation.
+        receive, send = find_indices(1, Kind.RECEIVE_FORWARD)[-1], find_indices(1, Kind.SEND_BACKWARD)[-1]
         actions[1].append(actions[1].pop(receive))
         assert send < len(actions[1])
     if fault == "forward twice":
@@ -191,7 +195,7 @@ def test_the_simulator_finds_faults(fault):
             simulate(actions, placement)
 
 
-def test_one_forward_one_backward_holds_few_activations():
+def test_1f1b_bounds_live_activations():
     for ranks in (2, 3, 4):
         for microbatches in range(1, 10):
             for rank, order in enumerate(rank_actions("1f1b", ranks, 1, microbatches)):
@@ -209,7 +213,7 @@ def test_placement():
 
 
 @pytest.mark.parametrize("name", ["gpipe", "1f1b"])
-def test_bubble_of_single_stages(name):
+def test_single_stage_bubble(name):
     for ranks in (1, 2, 3, 4, 8):
         for microbatches in (1, 2, 3, 4, 8, 16):
             expected = (ranks - 1) / (microbatches + ranks - 1)
@@ -217,7 +221,7 @@ def test_bubble_of_single_stages(name):
 
 
 @pytest.mark.parametrize("name", ["interleaved_1f1b", "looped_bfs"])
-def test_bubble_of_interleaved_stages(name):
+def test_interleaved_bubble(name):
     for ranks in (2, 4):
         for stages_per_rank in (1, 2, 3):
             for microbatches in (ranks, 2 * ranks, 4 * ranks):
@@ -226,7 +230,7 @@ def test_bubble_of_interleaved_stages(name):
 
 
 @pytest.mark.parametrize("name", ["interleaved_zero_bubble", "zbv", "dualpipev"])
-def test_bubble_of_split_backward(name):
+def test_split_backward_bubble(name):
     assert bubble(name, 4, 2, 8) == pytest.approx(1 / 17)
     assert bubble(name, 4, 2, 16) == pytest.approx(1 / 33)
     assert bubble(name, 4, 2, 8, costs=(1.0, 1.0, 0.5)) > bubble(name, 4, 2, 8)
@@ -234,12 +238,12 @@ def test_bubble_of_split_backward(name):
 
 
 @pytest.mark.parametrize("name", list(TORCH_CLASSES))
-def test_stated_limits_are_torchs(name):
-    found = schedule(name)
+def test_size_limits_match_torch(name):
+    registered = schedule(name)
     for ranks in (1, 2, 3, 4, 5):
-        for stages_per_rank in (1, 2, 3) if found.fixed is None else (found.fixed,):
+        for stages_per_rank in (1, 2, 3) if registered.fixed is None else (registered.fixed,):
             for microbatches in range(1, 24):
-                if found.runs(ranks, stages_per_rank, microbatches):
+                if registered.runs(ranks, stages_per_rank, microbatches):
                     pipeline_orders(TORCH_CLASSES[name], ranks, stages_per_rank, microbatches)
                 else:
                     with pytest.raises(ValueError):
@@ -266,36 +270,37 @@ def test_impossible_sizes_are_named(sizes, words):
         assert all(word in str(error.value) for word in words)
 
 
-def test_open_number_of_microbatches():
+def test_unset_microbatch_count():
     check_schedule("dualpipev", 4, 2)
     assert schedule("interleaved_1f1b").resolve(None) == 2 and schedule("interleaved_1f1b").resolve(3) == 3
     with pytest.raises(ConfigError, match="virtual_stages = 3"):
         schedule("dualpipev").resolve(3)
 
 
-def test_largest_valid_number_of_microbatches():
+def test_largest_valid_microbatch_count():
     assert valid_microbatches("1f1b", 4, 1, 7) == 7
     assert valid_microbatches("zbv", 4, 2, 1) == 1
     assert valid_microbatches("interleaved_1f1b", 4, 2, 9) == 8
     assert valid_microbatches("interleaved_zero_bubble", 4, 2, 1023) == 1020
     assert valid_microbatches("dualpipev", 4, 2, 9) == 9
     for name in NAMES:
-        for ranks, stages_per_rank, microbatches in sizes_of(name):
+        for ranks, stages_per_rank, microbatches in iter_sizes(name):
             assert valid_microbatches(name, ranks, stages_per_rank, microbatches) == microbatches
 
 
-def test_smallest_number_of_microbatches_where_fewer_are_impossible():
+def test_smallest_valid_microbatch_count():
     assert valid_microbatches("dualpipev", 4, 2, 7) == 8
     assert valid_microbatches("dualpipev", 2, 2, 1) == 4
 
 
-def test_a_schedule_is_one_registration(monkeypatch):
+def test_register_custom_schedule(monkeypatch):
     monkeypatch.setattr(schedules, "SCHEDULES", dict(SCHEDULES))
 
     def one_by_one(ranks, stages_per_rank, microbatches):
         kinds = (Kind.FORWARD, Kind.BACKWARD)
         return tuple(
-            tuple(Action(kind, rank, part) for part in range(microbatches) for kind in kinds) for rank in range(ranks)
+            tuple(Action(kind, rank, microbatch) for microbatch in range(microbatches) for kind in kinds)
+            for rank in range(ranks)
         )
 
     register_schedule(Schedule("one_by_one", one_by_one, fixed=1))

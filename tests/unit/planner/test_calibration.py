@@ -1,4 +1,4 @@
-"""The time model with the library's constants on published runs: errors as recorded, orders as measured."""
+"""Tests of the calibrated time model on published runs: recorded errors and measured rankings."""
 
 import importlib
 import json
@@ -17,11 +17,11 @@ def calibration(monkeypatch):
     return importlib.import_module("calibrate_planner")
 
 
-def test_the_library_has_the_fitted_constants(calibration):
+def test_library_constants_match_the_fit(calibration):
     assert calibration.committed() == pytest.approx(RECORDED["constants"])
 
 
-def test_errors_are_as_recorded(calibration):
+def test_errors_match_the_record(calibration):
     _, models, rows = calibration.read_rows()
     errors = calibration.exact_errors(rows, models, calibration.committed())
     assert [row.name for row in rows] == [entry["name"] for entry in RECORDED["rows"]]
@@ -32,13 +32,13 @@ def test_errors_are_as_recorded(calibration):
     assert orders["A"] and orders["E"] and orders == RECORDED["orders_right"]
 
 
-def test_the_page_shows_the_rows(calibration):
+def test_docs_page_contains_the_table(calibration):
     page = (BENCHMARKS.parent / "docs" / "planner.md").read_text(encoding="utf-8")
     assert calibration.table(RECORDED["rows"]) in page
 
 
-def test_sums_stand_for_the_simulated_step(calibration):
-    """What the fit uses in place of the simulator is the same at the point where it was made."""
+def test_linearized_step_matches_the_simulator(calibration):
+    """The linearization used by the fit equals the simulator at its expansion point."""
     _, models, rows = calibration.read_rows()
     constants = calibration.committed()
     for row in (row for row in rows if row.layout.pp > 1 and row.layout.vp < 4):

@@ -1,4 +1,4 @@
-"""Devices: built-in rows, a user's file, what is said of wrong ones, and the machine that runs the tests."""
+"""Tests of devices: built-in entries, user files, error messages and measurement of the local machine."""
 
 import dataclasses
 
@@ -11,7 +11,7 @@ from hf_megatron.errors import ConfigError
 from hf_megatron.planner.devices import Device, device, device_names, read_device, write_device
 from hf_megatron.planner.measured_device import measure_device
 
-OWN = {
+CUSTOM_DEVICE = {
     "name": "own",
     "memory_gib": 96,
     "peak_tflops": {"bf16": 500.0},
@@ -26,9 +26,9 @@ OWN = {
 def test_built_in_devices():
     assert device_names() == ("a100-40", "a100-80", "h100", "h200", "b200", "gb200")
     for name in device_names():
-        found = device(name)
-        assert found == device(found.name) and found.note and found.peak("bf16") > found.peak("fp32")
-        assert found.network_gb_s < found.link_gb_s and 0 < found.matmul_share["bf16"] < 1
+        entry = device(name)
+        assert entry == device(entry.name) and entry.note and entry.peak("bf16") > entry.peak("fp32")
+        assert entry.network_gb_s < entry.link_gb_s and 0 < entry.matmul_share["bf16"] < 1
     assert device("H100").peak("fp8") == 1979e12
     assert device("h100").peak("fp16") == 989e12 and device("h100").reached("fp16") == device("h100").reached("bf16")
     assert device("h200").memory_gib > device("h100").memory_gib
@@ -36,17 +36,17 @@ def test_built_in_devices():
     assert device("gb200").connection(64) == "link"
 
 
-def test_a_file_and_back(tmp_path):
+def test_device_files_round_trip(tmp_path):
     path = tmp_path / "own.yaml"
-    path.write_text(yaml.safe_dump(OWN))
-    found = device(path)
-    assert found == Device(**OWN) and found.matmul_share == {} and found.memory_share == 0.8
+    path.write_text(yaml.safe_dump(CUSTOM_DEVICE))
+    loaded = device(path)
+    assert loaded == Device(**CUSTOM_DEVICE) and loaded.matmul_share == {} and loaded.memory_share == 0.8
     for name in device_names():
         write_device(device(name), tmp_path / "other.yml")
         assert read_device(tmp_path / "other.yml") == device(str(tmp_path / "other.yml")) == device(name)
 
 
-def test_unknown_names_and_files(tmp_path):
+def test_unknown_names_and_files_are_rejected(tmp_path):
     with pytest.raises(ConfigError, match="device 'h101': expected one of a100-40, .*gb200, or the path of a YAML"):
         device("h101")
     with pytest.raises(ConfigError, match="none.yaml cannot be read"):
@@ -81,7 +81,7 @@ def test_unknown_names_and_files(tmp_path):
 )
 def test_wrong_fields_are_named(tmp_path, change, words):
     path = tmp_path / "own.yaml"
-    path.write_text(yaml.safe_dump(OWN | change))
+    path.write_text(yaml.safe_dump(CUSTOM_DEVICE | change))
     with pytest.raises(ConfigError) as error:
         device(path)
     assert words in str(error.value) and str(path) in str(error.value)
@@ -89,21 +89,23 @@ def test_wrong_fields_are_named(tmp_path, change, words):
 
 def test_missing_fields_are_named(tmp_path):
     path = tmp_path / "own.yaml"
-    path.write_text(yaml.safe_dump({name: value for name, value in OWN.items() if not name.startswith("memory")}))
+    path.write_text(
+        yaml.safe_dump({name: value for name, value in CUSTOM_DEVICE.items() if not name.startswith("memory")})
+    )
     with pytest.raises(ConfigError, match="missing memory_gib, memory_tb_s"):
         device(path)
 
 
-def test_the_machine_at_hand(tmp_path):
-    found = measure_device("cpu", seconds=0.0, is_tiny=True)
-    assert found.peak_tflops.keys() == {"bf16", "fp32"} and found.memory_gib > 0.1 and found.launch_us > 0
-    write_device(found, tmp_path / "found.yaml")
-    assert device(tmp_path / "found.yaml") == found
+def test_measure_local_device(tmp_path):
+    measured = measure_device("cpu", seconds=0.0, is_tiny=True)
+    assert measured.peak_tflops.keys() == {"bf16", "fp32"} and measured.memory_gib > 0.1 and measured.launch_us > 0
+    write_device(measured, tmp_path / "found.yaml")
+    assert device(tmp_path / "found.yaml") == measured
     like = device("h100")
     other = measure_device("cpu", like=like, seconds=0.0, is_tiny=True)
-    kept = ("memory_gib", "peak_tflops", "link_gb_s", "devices_per_link", "network_gb_s", "memory_tb_s")
-    assert all(getattr(other, name) == getattr(like, name) for name in kept)
-    # What was not measured is the other's.
+    copied_fields = ("memory_gib", "peak_tflops", "link_gb_s", "devices_per_link", "network_gb_s", "memory_tb_s")
+    assert all(getattr(other, name) == getattr(like, name) for name in copied_fields)
+    # Unmeasured values are copied from `like`.
     assert other.matmul_share["fp8"] == like.matmul_share["fp8"] and other.matmul_share["bf16"] < 0.1
     assert dataclasses.replace(other, name="own").name == "own"
     with pytest.raises(ConfigError, match="device_type = 'tpu': expected cuda .* or cpu"):

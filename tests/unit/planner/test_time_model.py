@@ -1,4 +1,4 @@
-"""Seconds of a unit's work: limits that can be worked out, and what makes them longer."""
+"""Tests of the time model: analytic limits and monotonicity."""
 
 from dataclasses import replace
 
@@ -28,7 +28,7 @@ def compute(work, efficiency=PUBLISHED, precision="bf16", on=H100):
 
 def test_limits():
     share = H100.matmul_share["bf16"]
-    # Large products reach the device's share, and half of it at the half width.
+    # Large matmuls reach the device's share of the peak; at the half width they reach half of it.
     assert compute(Work({10**9: 1e15})) == pytest.approx(1e15 / (989e12 * share), rel=1e-5)
     half = int(PUBLISHED.half_width["bf16"])
     width = PUBLISHED.half_width["bf16"]
@@ -38,7 +38,7 @@ def test_limits():
     assert seconds(Work(), H100, PUBLISHED, "bf16", {}) == Times()
 
 
-def test_launches_are_a_floor():
+def test_launch_time_is_a_lower_bound():
     small, large = (seconds(Work({2048: flops}, kernels=100), H100, STOCK, "bf16", LINKS) for flops in (1e6, 1e15))
     assert small.compute == pytest.approx(100 * H100.launch_us * 1e-6) and small.by_floor > 0.9 * small.compute
     assert large.by_floor == 0 and large.compute == compute(Work({2048: 1e15}), STOCK)
@@ -54,7 +54,7 @@ def test_more_work_takes_longer(efficiency, precision):
         replace(WORK, moved=4e9),
         replace(WORK, kernels=10**5),
         replace(WORK, traffic={**WORK.traffic, "tp": (4, 3e8)}),
-        # The same operations in narrower products.
+        # The same operations in narrower matmuls.
         replace(WORK, matmuls={1024: 4e12, 512: 1e12}),
     ]
     for work in more:
@@ -78,10 +78,10 @@ def test_stock_modules_are_slower_than_published_stacks():
 
 def test_communication():
     slow = {**LINKS, "ep": "network"}
-    found, other = (seconds(WORK, H100, STOCK, "bf16", links).exposed for links in (LINKS, slow))
-    assert other["ep"] > found["ep"] and other["tp"] == found["tp"]
+    exposed, other = (seconds(WORK, H100, STOCK, "bf16", links).exposed for links in (LINKS, slow))
+    assert other["ep"] > exposed["ep"] and other["tp"] == exposed["tp"]
     expected = 2e8 / (450e9 * STOCK.link_share) + 4 * STOCK.call_us * 1e-6
-    assert found["tp"] == pytest.approx(expected)
+    assert exposed["tp"] == pytest.approx(expected)
     assert communication_seconds("dp", 0, 5e9, H100, PUBLISHED, {"dp": "network"}) == pytest.approx(
         0.1 / PUBLISHED.network_share
     )
@@ -99,7 +99,7 @@ def test_reductions_beyond_the_step_are_exposed():
     assert exposed_reduction(2.0, 1.0, PUBLISHED) == pytest.approx(2.0 * share + 1.1)
 
 
-def test_work_adds_up():
+def test_work_addition_and_scaling():
     both = WORK + Work({512: 1e12}, 1e11, 1e9, 2, {"tp": (1, 1e8), "dp": (1, 5.0)})
     assert both.matmuls == {2048: 4e12, 512: 2e12} and both.kernels == 42
     assert both.traffic == {"tp": (5, 3e8), "ep": (2, 1e8), "dp": (1, 5.0)}

@@ -1,4 +1,4 @@
-"""The fused head and cross entropy against torch's formula on full logits."""
+"""Tests of the fused linear cross entropy against torch on full logits."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ from hf_megatron.tensor_parallel.cross_entropy import CrossEntropyOptions, linea
 TOKENS, HIDDEN = 11, 6
 
 
-def _case(vocabulary, targets, dtype=torch.float32):
+def _make_case(vocabulary, targets, dtype=torch.float32):
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(TOKENS, HIDDEN, generator=generator).to(dtype)
     weight = torch.randn(vocabulary, HIDDEN, generator=generator).to(dtype)
@@ -26,7 +26,7 @@ def _case(vocabulary, targets, dtype=torch.float32):
 
 
 def _on_rank(vocabulary, targets, chunk, denominator, smoothing, transform, dtype, with_bias):
-    hidden, weight, bias, labels = _case(vocabulary, targets, dtype)
+    hidden, weight, bias, labels = _make_case(vocabulary, targets, dtype)
     start, stop = bounds(vocabulary, dist.get_world_size(), dist.get_rank())
     hidden.requires_grad_()
     local, local_bias = weight[start:stop].clone().requires_grad_(), bias[start:stop].clone().requires_grad_()
@@ -50,8 +50,8 @@ _TRANSFORMS = {
 }
 
 
-def _reference(vocabulary, targets, denominator, smoothing, transform, dtype, with_bias):
-    hidden, weight, bias, labels = _case(vocabulary, targets, dtype)
+def _compute_reference(vocabulary, targets, denominator, smoothing, transform, dtype, with_bias):
+    hidden, weight, bias, labels = _make_case(vocabulary, targets, dtype)
     for tensor in (hidden, weight, bias):
         tensor.requires_grad_()
     logits = F.linear(hidden, weight, bias if with_bias else None)
@@ -75,24 +75,26 @@ def _check(
     with_bias=False,
     tolerance=2e-6,
 ):
-    found = run_ranks(_on_rank, ranks, vocabulary, targets, chunk, denominator, smoothing, transform, dtype, with_bias)
-    loss, d_hidden, d_weight, d_bias = _reference(
+    results = run_ranks(
+        _on_rank, ranks, vocabulary, targets, chunk, denominator, smoothing, transform, dtype, with_bias
+    )
+    loss, d_hidden, d_weight, d_bias = _compute_reference(
         vocabulary, targets, denominator, smoothing, transform, dtype, with_bias
     )
-    for other_loss, other_hidden, _, _ in found:
+    for other_loss, other_hidden, _, _ in results:
         assert other_loss == pytest.approx(loss, rel=tolerance)
         torch.testing.assert_close(other_hidden, d_hidden, rtol=tolerance * 5, atol=tolerance)
-    torch.testing.assert_close(torch.cat([f[2] for f in found]), d_weight, rtol=tolerance * 5, atol=tolerance)
+    torch.testing.assert_close(torch.cat([f[2] for f in results]), d_weight, rtol=tolerance * 5, atol=tolerance)
     if with_bias:
-        torch.testing.assert_close(torch.cat([f[3] for f in found]), d_bias, rtol=tolerance * 5, atol=tolerance)
+        torch.testing.assert_close(torch.cat([f[3] for f in results]), d_bias, rtol=tolerance * 5, atol=tolerance)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_vocabulary_that_does_not_divide(ranks):
+def test_indivisible_vocabulary(ranks):
     _check(ranks)
 
 
-def test_a_rank_without_a_row():
+def test_rank_without_vocabulary_entries():
     _check(4, vocabulary=5)
 
 
@@ -101,7 +103,7 @@ def test_chunks(chunk):
     _check(2, chunk=chunk, with_bias=True)
 
 
-def test_given_denominator():
+def test_explicit_denominator():
     _check(2, denominator=29)
     _check(2, denominator=torch.tensor(29))
 
@@ -126,9 +128,9 @@ def test_bf16():
     _check(2, dtype=torch.bfloat16, chunk=4, tolerance=5e-3)
 
 
-def test_all_ignored_is_nan_without_a_denominator_and_zero_with_one():
+def test_all_ignored_is_nan_or_zero_with_denominator():
     def on_rank(denominator):
-        hidden, weight, _, labels = _case(17, "all")
+        hidden, weight, _, labels = _make_case(17, "all")
         start, stop = bounds(17, 2, dist.get_rank())
         labels[:] = -100
         local = weight[start:stop].requires_grad_()
@@ -142,8 +144,8 @@ def test_all_ignored_is_nan_without_a_denominator_and_zero_with_one():
     assert all(loss != loss for loss, _ in run_ranks(on_rank, 2, None))
 
 
-def test_full_logits_never_exist():
-    """No tensor with as many entries as tokens x vocabulary, and with chunks none of tokens x local vocabulary."""
+def test_full_logits_are_never_materialized():
+    """No tensor has tokens x vocabulary entries, and with chunks none has tokens x local vocabulary."""
 
     class Largest(torch.utils._python_dispatch.TorchDispatchMode):
         size = 0
@@ -169,11 +171,11 @@ def test_full_logits_never_exist():
     assert all(size <= 8 * 256 for size in run_ranks(on_rank, 2, 8))
 
 
-def test_a_second_backward_of_a_kept_graph():
-    """A split backward comes by twice with the same gradient, a loop with any."""
+def test_repeated_backward_with_retain_graph():
+    """A split backward runs twice with the same gradient, a training loop with any."""
 
     def on_rank():
-        hidden, weight, _, labels = _case(17, "all")
+        hidden, weight, _, labels = _make_case(17, "all")
         start, stop = bounds(17, 1, 0)
         loss = linear_cross_entropy(
             hidden.requires_grad_(), weight, None, labels, None, CrossEntropyOptions(dist.group.WORLD, 0, 17)
@@ -191,9 +193,9 @@ def test_a_second_backward_of_a_kept_graph():
     run_ranks(on_rank, 1)
 
 
-def test_autocast_computes_as_autocast_does():
+def test_autocast_matches_torch():
     def on_rank():
-        hidden, weight, _, labels = _case(17, "some ignored")
+        hidden, weight, _, labels = _make_case(17, "some ignored")
         start, stop = bounds(17, 2, dist.get_rank())
         local = weight[start:stop].clone().requires_grad_()
         hidden.requires_grad_()
@@ -204,11 +206,11 @@ def test_autocast_computes_as_autocast_does():
         assert local.grad.dtype is hidden.grad.dtype is torch.float32
         return loss.item(), local.grad
 
-    hidden, weight, _, labels = _case(17, "some ignored")
+    hidden, weight, _, labels = _make_case(17, "some ignored")
     weight.requires_grad_()
     with torch.autocast("cpu", dtype=torch.bfloat16):
         expected = F.cross_entropy(F.linear(hidden, weight).float(), labels)
     expected.backward()
-    found = run_ranks(on_rank, 2)
-    assert found[0][0] == pytest.approx(expected.item(), rel=1e-5)
-    torch.testing.assert_close(torch.cat([f[1] for f in found]), weight.grad, rtol=2e-2, atol=2e-3)
+    results = run_ranks(on_rank, 2)
+    assert results[0][0] == pytest.approx(expected.item(), rel=1e-5)
+    torch.testing.assert_close(torch.cat([f[1] for f in results]), weight.grad, rtol=2e-2, atol=2e-3)

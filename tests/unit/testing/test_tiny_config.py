@@ -1,4 +1,4 @@
-"""Tiny configs and the parameters that a check leaves out."""
+"""Tests of tiny configs and of parameters that a check excludes."""
 
 import copy
 import re
@@ -13,14 +13,14 @@ from hf_megatron.testing.unread_parameters import without_gradient
 
 
 @pytest.mark.parametrize("model_type", ["glm4v_moe_text", "qwen2_vl", "gemma3"])
-def test_a_config_does_not_write_into_the_facts_that_types_share(model_type):
+def test_tiny_config_does_not_modify_type_facts(model_type):
     before = copy.deepcopy(get_type_facts(model_type))
     tiny_config(full_config(CONFIG_MAPPING[model_type]()))
     assert get_type_facts(model_type) == before
 
 
 @pytest.mark.parametrize("model_type", ["llava", "llava_onevision", "aya_vision"])
-def test_parameters_without_a_gradient_are_named_as_the_model_names_them(model_type):
+def test_without_gradient_patterns_match_model_names(model_type):
     config = tiny_config(full_config(CONFIG_MAPPING[model_type]()))
     with torch.device("meta"):
         names = [name for name, _ in AutoModelForImageTextToText.from_config(config).named_parameters()]

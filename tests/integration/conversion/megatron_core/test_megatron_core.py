@@ -16,7 +16,7 @@ from hf_megatron.conversion.families import get_family
 from hf_megatron.conversion.interfaces import MAIN_WEIGHT, WEIGHT
 from hf_megatron.conversion.megatron_core.reader import MegatronCoreReader
 from hf_megatron.core.fork_harness import run_ranks
-from tests.helpers.tiny_models import FAMILIES, VOCABULARY, make_config, build_tiny_model
+from tests.helpers.tiny_models import FAMILIES, VOCABULARY, build_tiny_model, make_config
 
 ROOT = Path(__file__).parents[4]
 PADDED = 256

@@ -22,7 +22,7 @@ from hf_megatron.conversion.megatron_core.reader import MegatronCoreReader
 from hf_megatron.conversion.megatron_core.writer import MegatronCoreWriter
 from hf_megatron.conversion.output_folder import Output
 from hf_megatron.core.io.safetensors import TensorMeta
-from tests.helpers.tiny_models import make_config, build_tiny_model
+from tests.helpers.tiny_models import build_tiny_model, make_config
 
 
 def write(folder: Path, tensors: dict[Key, torch.Tensor], model: MegatronModel, state: OptimizerState | None) -> None:

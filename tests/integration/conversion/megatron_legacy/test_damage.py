@@ -12,12 +12,12 @@ import torch
 from hf_megatron.errors import CheckpointError
 from tests.helpers.legacy_weights import (
     FIRST,
-    edit_rank_file,
     check_equal,
+    edit_rank_file,
+    make_weights,
     model,
     read_checkpoint,
     set_value,
-    make_weights,
     write_checkpoint,
 )
 

@@ -17,12 +17,12 @@ from tests.helpers.legacy_weights import (
     FIRST,
     NORM,
     QKV,
-    edit_rank_file,
     check_equal,
+    edit_rank_file,
+    make_weights,
     model,
     read_checkpoint,
     set_value,
-    make_weights,
     write_checkpoint,
 )
 

@@ -26,11 +26,11 @@ from tests.helpers.legacy_weights import (
     FILE,
     FIRST,
     QKV,
-    edit_rank_file,
     check_equal,
+    edit_rank_file,
+    make_weights,
     model,
     read_checkpoint,
-    make_weights,
     write_checkpoint,
 )
 

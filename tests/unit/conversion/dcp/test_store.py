@@ -1,4 +1,4 @@
-"""Distributed checkpoints of torch without torch's loaders: all ways in which they are written."""
+"""Tests of reading and writing torch distributed checkpoints without torch's loaders."""
 
 import pytest
 import torch
@@ -13,30 +13,32 @@ from hf_megatron.conversion.dcp.store_writer import StoreWriter
 from hf_megatron.conversion.output_folder import Output
 from hf_megatron.core.fork_harness import run_ranks
 from hf_megatron.core.io.random_access_file import DataFile
-from tests.helpers.torch_stores import assert_rejected, save_store, make_tensor
+from tests.helpers.torch_stores import assert_rejected, make_tensor, save_store
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 
-def test_covers():
-    def boxes(*pairs):
+def test_check_cover():
+    def make_boxes(*pairs):
         return [TensorChunk(tuple(offset), tuple(shape)) for offset, shape in pairs]
 
-    check_cover("t", (4, 4), boxes(((0, 0), (4, 4))))
-    check_cover("t", (), boxes(((), ())))
+    check_cover("t", (4, 4), make_boxes(((0, 0), (4, 4))))
+    check_cover("t", (), make_boxes(((), ())))
     check_cover("t", (0, 3), [])
     check_cover(
-        "t", (3, 3), boxes(((0, 0), (1, 2)), ((0, 2), (2, 1)), ((2, 1), (1, 2)), ((1, 0), (2, 1)), ((1, 1), (1, 1)))
+        "t",
+        (3, 3),
+        make_boxes(((0, 0), (1, 2)), ((0, 2), (2, 1)), ((2, 1), (1, 2)), ((1, 0), (2, 1)), ((1, 1), (1, 1))),
     )
     grid = [TensorChunk((row, column), (1, 1)) for row in range(200) for column in range(150)]
     check_cover("t", (200, 150), grid)
     assert_rejected(lambda: check_cover("t", (200, 150), grid[1:]), "t:", "gaps")
     assert_rejected(lambda: check_cover("t", (200, 150), [*grid, grid[7]]), "t:", "overlap")
     assert_rejected(lambda: check_cover("t", (200, 150), [*grid[1:], grid[7]]), "overlap")
-    assert_rejected(lambda: check_cover("t", (4,), boxes(((0,), (3,)), ((2,), (1,)))), "overlap")
-    assert_rejected(lambda: check_cover("t", (4,), boxes(((1,), (4,)))), "exceeds")
-    assert_rejected(lambda: check_cover("t", (4,), boxes(((-1,), (5,)))), "exceeds")
-    # Many that all overlap are not compared pair by pair.
+    assert_rejected(lambda: check_cover("t", (4,), make_boxes(((0,), (3,)), ((2,), (1,)))), "overlap")
+    assert_rejected(lambda: check_cover("t", (4,), make_boxes(((1,), (4,)))), "exceeds")
+    assert_rejected(lambda: check_cover("t", (4,), make_boxes(((-1,), (5,)))), "exceeds")
+    # Many mutually overlapping chunks are not compared pairwise, which would take quadratic time.
     assert_rejected(
         lambda: check_cover("t", (40_000, 2), [TensorChunk((at, 0), (20_000, 1)) for at in range(4)]), "overlap"
     )
@@ -51,7 +53,7 @@ STATE = {
 }
 
 
-def test_plain_stores(tmp_path):
+def test_read_unsharded_store(tmp_path):
     store = StoreReader(save_store(tmp_path / "s", STATE, thread_count=2))
     assert {name: (entry.shape, entry.dtype) for name, entry in store.entries.items()} == {
         "a.weight": ((6, 8), torch.float32),
@@ -78,7 +80,7 @@ def _save_sharded(folder: str) -> None:
     dcp.save({"both": distribute_tensor(make_tensor((7, 9)), square, [Shard(0), Shard(1)])}, checkpoint_id=folder + "2")
 
 
-def test_stores_of_several_ranks(tmp_path):
+def test_read_sharded_store(tmp_path):
     run_ranks(_save_sharded, 4, str(tmp_path / "s"))
     store, other = StoreReader(tmp_path / "s"), StoreReader(tmp_path / "s2")
     for name, shape in (("rows", (10, 6)), ("columns", (6, 10)), ("few", (2, 3))):
@@ -91,33 +93,33 @@ def test_stores_of_several_ranks(tmp_path):
     assert torch.equal(other.read_box("both", (2, 3), (4, 4)), make_tensor((7, 9))[2:6, 3:7])
 
 
-def test_one_layer_of_a_stacked_tensor_is_read_alone(tmp_path, monkeypatch):
+def test_reading_one_stacked_layer_skips_the_others(tmp_path, monkeypatch):
     stacked = make_tensor((16, 64, 96))
     store = StoreReader(save_store(tmp_path / "s", {"layers": stacked}))
     counts: list[int] = []
     read_into = DataFile.read_into
 
-    def counting(self, buffer, offset):
+    def count_reads(self, buffer, offset):
         counts.append(len(buffer))
         read_into(self, buffer, offset)
 
-    monkeypatch.setattr(DataFile, "read_into", counting)
+    monkeypatch.setattr(DataFile, "read_into", count_reads)
     layer = store.read_box("layers", (5, 0, 0), (1, 64, 96))[0]
     assert torch.equal(layer, stacked[5])
-    # The layer, and the few records of the blob around it.
+    # Only the layer and the few records of its blob are read.
     assert layer.nbytes <= sum(counts) < layer.nbytes + 6000
     counts.clear()
-    part = store.read_box("layers", (5, 10, 0), (1, 20, 96))[0]
-    assert torch.equal(part, stacked[5, 10:30])
-    assert sum(counts) < part.nbytes + 6000
-    # Columns come with what lies between them, within one row of the layer.
+    block = store.read_box("layers", (5, 10, 0), (1, 20, 96))[0]
+    assert torch.equal(block, stacked[5, 10:30])
+    assert sum(counts) < block.nbytes + 6000
+    # Columns are read together with the bytes between them, but not beyond the layer.
     counts.clear()
     columns = store.read_box("layers", (5, 0, 7), (1, 64, 3))[0]
     assert torch.equal(columns, stacked[5, :, 7:10])
     assert sum(counts) < layer.nbytes + 6000
 
 
-def test_written_stores(tmp_path):
+def test_written_store_loads_in_torch(tmp_path):
     weight, vector = make_tensor((3, 8, 6)), make_tensor((5,), torch.bfloat16)
     with Output(tmp_path / "s") as output:
         store = StoreWriter(output, "inner/", file_size=1000)
@@ -135,9 +137,9 @@ def test_written_stores(tmp_path):
     dcp.load(state, checkpoint_id=folder, no_dist=True)
     assert torch.equal(state["layers.weight"], weight)
     assert torch.equal(state["v"], vector)
-    own = StoreReader(folder)
-    assert torch.equal(own.read_box("layers.weight", (1, 2, 0), (2, 3, 6)), weight[1:, 2:5])
-    assert (own.read_object("object/shard_0_1"), own.read_object("nested.lr")) == ([None], 0.5)
+    reader = StoreReader(folder)
+    assert torch.equal(reader.read_box("layers.weight", (1, 2, 0), (2, 3, 6)), weight[1:, 2:5])
+    assert (reader.read_object("object/shard_0_1"), reader.read_object("nested.lr")) == ([None], 0.5)
     nested = {"nested": {"lr": 0.0}}
     dcp.load(nested, checkpoint_id=folder, no_dist=True)
     assert nested["nested"]["lr"] == 0.5
@@ -149,7 +151,7 @@ def test_written_stores(tmp_path):
     assert torch.equal(nested["layers.weight"], weight)
 
 
-def test_a_store_is_not_finished_with_gaps(tmp_path):
+def test_store_with_gaps_is_rejected(tmp_path):
     def write(*chunks):
         with Output(tmp_path / "s") as output:
             store = StoreWriter(output)

@@ -1,4 +1,4 @@
-"""Arguments of Megatron that change the computation and no shape, against what a config means."""
+"""Tests of Megatron arguments that change the computation but no shape, against the Hugging Face config."""
 
 import ast
 import importlib.metadata
@@ -22,7 +22,7 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }
-OTHERWISE = {
+DIFFERENT_VALUES = {
     "llama": {
         "apply_layernorm_1p": True,
         "layernorm_zero_centered_gamma": True,
@@ -84,9 +84,9 @@ OTHERWISE = {
     "deepseek_v3": {"moe_router_group_topk": 1, "rope_type": "yarn"},
     "gpt_oss": {"softmax_type": "vanilla", "position_embedding_type": "rope", "window_attn_skip_freq": 3},
 }
-# What else TransformerConfig has: sizes that shapes show, how fast, how exact and on how many ranks it is computed,
-# what is random in training, and how it starts. Scores are divided by the layer's number and multiplied again.
-ELSEWHERE = re.compile(
+# Fields of TransformerConfig that need no comparison: sizes visible in shapes, performance, precision, parallelism,
+# randomness in training and initialization. Query-key layer scaling divides and multiplies by the layer number.
+UNCOMPARED_FIELDS = re.compile(
     r"num_layers_in_|account_for_|pipeline_|mtp_|hidden_dropout|attention_dropout|fp32_residual|fp8|fp4"
     r"|recompute_|init_method|output_layer_init|embedding_init|init_model|cuda_graph|enable_cuda"
     r"|external_cuda|inference_|use_|masked_softmax|bias_activation|bias_dropout|persist_|memory_efficient"
@@ -103,43 +103,51 @@ ELSEWHERE = re.compile(
 )
 
 
-def meaning(case: str) -> dict:
+def get_meaning(case: str) -> dict:
     config = make_config(case)
     return get_family(config).meaning(config)
 
 
-@pytest.mark.parametrize(("case", "name"), [(case, name) for case, others in OTHERWISE.items() for name in others])
-def test_another_computation_is_refused(case, name):
+@pytest.mark.parametrize(
+    ("case", "name"), [(case, name) for case, others in DIFFERENT_VALUES.items() for name in others]
+)
+def test_argument_that_changes_computation_is_rejected(case, name):
     with pytest.raises(CheckpointError, match=f"{name} is .*, but .* in the config"):
-        check_arguments({name: OTHERWISE[case][name]}, meaning(case), "here")
+        check_arguments({name: DIFFERENT_VALUES[case][name]}, get_meaning(case), "here")
 
 
-def test_every_row_is_refused_somewhere():
-    named = {OTHER_NAMES.get(name, name) for others in OTHERWISE.values() for name in others}
-    assert NEUTRAL.keys() <= named, NEUTRAL.keys() - named
+def test_every_neutral_argument_has_a_rejection_case():
+    covered = {OTHER_NAMES.get(name, name) for others in DIFFERENT_VALUES.values() for name in others}
+    assert NEUTRAL.keys() <= covered, NEUTRAL.keys() - covered
 
 
 @pytest.mark.parametrize("case", FAMILIES)
-def test_what_a_family_stores_is_what_it_means(case):
+def test_stored_arguments_match_config(case):
     config = make_config(case)
-    stored, means = get_family(config).arguments(config), meaning(case)
-    check_arguments(stored, means, "here")
-    # What Megatron-LM stores of arguments that nobody gave.
-    check_arguments({"rope_scaling_factor": 8.0, "moe_router_topk": 2} | dict.fromkeys(means) | stored, means, "here")
+    stored, expected = get_family(config).arguments(config), get_meaning(case)
+    check_arguments(stored, expected, "here")
+    # Values that Megatron-LM stores for unset arguments.
+    check_arguments(
+        {"rope_scaling_factor": 8.0, "moe_router_topk": 2} | dict.fromkeys(expected) | stored, expected, "here"
+    )
 
 
-def test_the_same_in_other_words():
-    llama = meaning("llama")
+def test_equivalent_arguments_are_accepted():
+    llama = get_meaning("llama")
     same = {"rotary_seq_len_interpolation_factor": 1, "window_size": (-1, -1), "softmax_scale": 16**-0.5}
     check_arguments({**same, "window_attn_skip_freq": 2, "apply_query_key_layer_scaling": True}, llama, "here")
-    check_arguments({"openai_gelu": True, "rotary_interleaved": True, "add_qkv_bias": True}, meaning("gpt2"), "here")
-    check_arguments({"window_size": [7, 0], "window_attn_skip_freq": "([1,0]*1)"}, meaning("gpt_oss"), "here")
-    check_arguments({"window_attn_skip_freq": 2}, meaning("gpt_oss"), "here")
+    check_arguments(
+        {"openai_gelu": True, "rotary_interleaved": True, "add_qkv_bias": True}, get_meaning("gpt2"), "here"
+    )
+    check_arguments({"window_size": [7, 0], "window_attn_skip_freq": "([1,0]*1)"}, get_meaning("gpt_oss"), "here")
+    check_arguments({"window_attn_skip_freq": 2}, get_meaning("gpt_oss"), "here")
     later = {"hybrid_override_pattern": None, "hybrid_layer_pattern": "M-*|EME/*E"}
-    check_arguments({**later, "hybrid_attention_ratio": 0.2, "is_hybrid_model": False}, meaning("nemotron_h"), "here")
-    check_arguments({"hybrid_override_pattern": None}, meaning("mamba2"), "here")
+    check_arguments(
+        {**later, "hybrid_attention_ratio": 0.2, "is_hybrid_model": False}, get_meaning("nemotron_h"), "here"
+    )
+    check_arguments({"hybrid_override_pattern": None}, get_meaning("mamba2"), "here")
     latent = {"rope_type": "yarn", "rotary_scaling_factor": 1.0, "moe_router_pre_softmax": True}
-    check_arguments({**latent, "position_embedding_type": "yarn"}, meaning("deepseek_v3"), "here")
+    check_arguments({**latent, "position_embedding_type": "yarn"}, get_meaning("deepseek_v3"), "here")
 
 
 @pytest.mark.parametrize(
@@ -155,37 +163,37 @@ def test_the_same_in_other_words():
         ("t5", {"decoder_num_layers": 2}),
     ],
 )
-def test_what_has_the_same_shapes_is_seen_by_its_arguments(case, found):
+def test_arguments_distinguish_models_with_equal_shapes(case, found):
     with pytest.raises(CheckpointError, match=next(iter(found))):
-        check_arguments(found, meaning(case), "here")
+        check_arguments(found, get_meaning(case), "here")
 
 
-def test_scaled_positions_have_megatrons_names():
-    def stored(**rope):
+def test_rope_scaling_uses_megatron_argument_names():
+    def make_arguments(**rope):
         config = AutoConfig.for_model("llama", rope_parameters=rope)
         return config, get_family(config).arguments(config)
 
-    config, arguments = stored(**LLAMA3)
+    config, arguments = make_arguments(**LLAMA3)
     assert (arguments["use_rope_scaling"], arguments["rope_scaling_factor"]) == (True, 8.0)
     assert unstored_positions(config) is None and get_format_notes(config) == []
-    _, plain = stored(rope_type="default", rope_theta=5e5)
+    _, plain = make_arguments(rope_type="default", rope_theta=5e5)
     for one, other in ((arguments, plain), ({**arguments, "rope_scaling_factor": 4.0}, arguments)):
         with pytest.raises(CheckpointError, match=r"rope_scaling"):
             check_arguments(one, other, "here")
     with pytest.raises(CheckpointError, match="use_rope_scaling is False, but True in the config"):
         check_arguments({"use_rope_scaling": False}, arguments, "here")
-    config, _ = stored(**LLAMA3 | {"original_max_position_embeddings": 16})
+    config, _ = make_arguments(**LLAMA3 | {"original_max_position_embeddings": 16})
     assert "original_max_position_embeddings" in str(get_format_notes(config))
-    config, _ = stored(rope_type="dynamic", rope_theta=1e4, factor=2.0)
+    config, _ = make_arguments(rope_type="dynamic", rope_theta=1e4, factor=2.0)
     assert "'dynamic'" in str(get_format_notes(config))
-    _, linear = stored(rope_type="linear", rope_theta=1e4, factor=4.0)
+    _, linear = make_arguments(rope_type="linear", rope_theta=1e4, factor=4.0)
     assert linear["rotary_seq_len_interpolation_factor"] == 4.0
-    _, yarn = stored(rope_type="yarn", rope_theta=1e4, factor=4.0, original_max_position_embeddings=64)
+    _, yarn = make_arguments(rope_type="yarn", rope_theta=1e4, factor=4.0, original_max_position_embeddings=64)
     assert (yarn["position_embedding_type"], yarn["yarn_rotary_scaling_factor"]) == ("yarn", 4.0)
 
 
-def fields_of_megatron_core() -> dict[str, ast.expr | None]:
-    """The fields of its TransformerConfig and what their defaults read."""
+def read_megatron_core_fields() -> dict[str, ast.expr | None]:
+    """Returns the fields of Megatron-Core's TransformerConfig with the expressions of their defaults."""
     files = importlib.metadata.files("megatron-core") or []
     path = next(file.locate() for file in files if str(file).endswith("core/transformer/transformer_config.py"))
     classes = [node for node in ast.parse(path.read_text("utf-8")).body if isinstance(node, ast.ClassDef)]
@@ -193,19 +201,19 @@ def fields_of_megatron_core() -> dict[str, ast.expr | None]:
     return {line.target.id: line.value for line in body if isinstance(line, ast.AnnAssign)}
 
 
-def test_the_table_has_all_that_megatron_core_knows():
-    """A field of its config is compared, or listed here with the reason why it need not be."""
-    fields = fields_of_megatron_core().keys()
-    compared = NEUTRAL.keys() | OTHER_NAMES.keys() | set().union(*(meaning(case) for case in FAMILIES))
-    unknown = {name for name in fields - compared if not ELSEWHERE.match(name)}
+def test_table_covers_all_transformer_config_fields():
+    """Every TransformerConfig field is either compared or listed in `UNCOMPARED_FIELDS`."""
+    fields = read_megatron_core_fields().keys()
+    compared = NEUTRAL.keys() | OTHER_NAMES.keys() | set().union(*(get_meaning(case) for case in FAMILIES))
+    unknown = {name for name in fields - compared if not UNCOMPARED_FIELDS.match(name)}
     assert len(fields) > 100 and not unknown
 
 
 @pytest.mark.parametrize("case", FAMILIES)
-def test_defaults_of_megatron_core_are_refused_nowhere(case):
-    """What a run did not set stands in its arguments at the default."""
-    fields = fields_of_megatron_core()
+def test_transformer_config_defaults_are_accepted(case):
+    """The saved arguments of a run contain unset fields at their defaults."""
+    fields = read_megatron_core_fields()
     defaults = {name: value.value for name, value in fields.items() if isinstance(value, ast.Constant)}
     assert len(defaults) > 80 and NEUTRAL.keys() & defaults.keys()
     config = make_config(case)
-    check_arguments(defaults | get_family(config).arguments(config), meaning(case), "here")
+    check_arguments(defaults | get_family(config).arguments(config), get_meaning(case), "here")

@@ -1,4 +1,4 @@
-"""Megatron-Core's names of tensors: splits, other names, experts."""
+"""Tests of Megatron-Core tensor names: tensor-parallel splits, alternative names and experts."""
 
 import pytest
 import torch
@@ -73,7 +73,7 @@ IN_LAYER = {
     "mixer.norm.weight": RankSplit(0),
     "mixer.out_proj.weight": RankSplit(1),
 }
-# Inside a linear, on its own.
+# Norm fused into a linear -> separate norm.
 NORMS = {
     "self_attention.linear_qkv.layer_norm_": "input_layernorm.",
     "mlp.linear_fc1.layer_norm_": "pre_mlp_layernorm.",
@@ -106,26 +106,26 @@ def test_split_in_layers(prefix, name):
         "model.embed_tokens.weight",
     ],
 )
-def test_an_unknown_name_is_refused_by_name(name):
+def test_unknown_name_is_rejected(name):
     with pytest.raises(CheckpointError, match=name.replace(".", r"\.")):
         tensor_parallel_split(name)
 
 
 @pytest.mark.parametrize("kind", ["weight", "bias"])
 @pytest.mark.parametrize("inside", NORMS)
-def test_norms_have_two_names(inside, kind):
-    fused, alone = LAYER + inside + kind, LAYER + NORMS[inside] + kind
-    assert spellings(fused) == (alone,)
-    assert spellings(alone) == (fused,)
+def test_norms_have_fused_and_unfused_names(inside, kind):
+    fused, unfused = LAYER + inside + kind, LAYER + NORMS[inside] + kind
+    assert spellings(fused) == (unfused,)
+    assert spellings(unfused) == (fused,)
     linear = fused.rpartition(".")[0] + ".weight"
-    assert canonical(alone, {alone, linear}) == fused
-    assert canonical(alone, {alone}) == alone
+    assert canonical(unfused, {unfused, linear}) == fused
+    assert canonical(unfused, {unfused}) == unfused
     assert canonical(fused, {fused, linear}) == fused
-    assert local(fused) == alone
-    assert local(alone) == alone
+    assert local(fused) == unfused
+    assert local(unfused) == unfused
 
 
-def test_a_norm_of_another_layer_stays():
+def test_norm_from_another_layer_keeps_its_name():
     assert canonical("decoder.layers.1.pre_mlp_layernorm.weight", {"decoder.layers.0.mlp.linear_fc1.weight"}) == (
         "decoder.layers.1.pre_mlp_layernorm.weight"
     )
@@ -137,7 +137,7 @@ def test_other_names_have_one_spelling():
         assert local(name) == name
 
 
-def test_later_names_of_state_space_models():
+def test_newer_state_space_model_names():
     assert spellings("decoder.final_norm.weight") == ("decoder.final_layernorm.weight",)
     for kind in ("weight", "bias"):
         assert canonical(f"{LAYER}mixer.conv1d_{kind}", ()) == f"{LAYER}mixer.conv1d.{kind}"
@@ -145,44 +145,46 @@ def test_later_names_of_state_space_models():
 
 @pytest.mark.parametrize("grouped", [True, False])
 @pytest.mark.parametrize("tensor", ["linear_fc1.weight", "linear_fc2.weight", "linear_fc1.bias"])
-def test_experts_have_names_of_their_own(grouped, tensor):
+def test_local_expert_names(grouped, tensor):
     name = f"{LAYER}mlp.experts.experts.{tensor}"
-    own = build_local_expert_name(name, 12, grouped)
-    assert own == (f"{LAYER}mlp.experts.{tensor}12" if grouped else f"{LAYER}mlp.experts.local_experts.12.{tensor}")
-    assert split_expert_name(own) == (name, 12)
+    local_name = build_local_expert_name(name, 12, grouped)
+    assert local_name == (
+        f"{LAYER}mlp.experts.{tensor}12" if grouped else f"{LAYER}mlp.experts.local_experts.12.{tensor}"
+    )
+    assert split_expert_name(local_name) == (name, 12)
 
 
-def test_all_experts_in_one_tensor():
+def test_grouped_expert_tensor_names():
     assert split_expert_name(LAYER + "mlp.experts.weight1") == (LAYER + "mlp.experts.experts.linear_fc1.weight", None)
     assert split_expert_name(LAYER + "mlp.experts.weight2") == (LAYER + "mlp.experts.experts.linear_fc2.weight", None)
     assert split_expert_name(LAYER + "mlp.shared_experts.linear_fc1.weight") is None
 
 
 @pytest.mark.parametrize("gated", [True, False])
-def test_ranks_share_gate_and_up(gated):
+def test_gate_and_up_are_split_separately(gated):
     tensor = torch.arange(8)
     split = RankSplit(0, halves=True)
     blocks = blocks_of("decoder.layers.0.mlp.linear_fc1.weight", split, 8, MegatronModel({}, gated))
-    parts = [torch.cat(rank_views(tensor, split, rank, 2, blocks)).tolist() for rank in range(2)]
-    assert parts == ([[0, 1, 4, 5], [2, 3, 6, 7]] if gated else [[0, 1, 2, 3], [4, 5, 6, 7]])
+    shards = [torch.cat(rank_views(tensor, split, rank, 2, blocks)).tolist() for rank in range(2)]
+    assert shards == ([[0, 1, 4, 5], [2, 3, 6, 7]] if gated else [[0, 1, 2, 3], [4, 5, 6, 7]])
 
 
-def test_ranks_share_each_block_of_a_mixer():
+def test_mixer_blocks_are_split_separately():
     model = MegatronModel({}, False, blocks={"mixer.conv1d.bias": {"x": 4, "B": 2, "C": 2}})
     blocks = blocks_of("decoder.layers.0.mixer.conv1d.bias", RankSplit(0), 8, model)
-    parts = [torch.cat(rank_views(torch.arange(8), RankSplit(0), rank, 2, blocks)).tolist() for rank in range(2)]
-    assert parts == [[0, 1, 4, 6], [2, 3, 5, 7]]
+    shards = [torch.cat(rank_views(torch.arange(8), RankSplit(0), rank, 2, blocks)).tolist() for rank in range(2)]
+    assert shards == [[0, 1, 4, 6], [2, 3, 5, 7]]
     assert blocks_of("decoder.layers.0.mixer.D", RankSplit(0), 8, model) == (8,)
 
 
-def test_columns_are_views():
+def test_column_shards_are_views():
     tensor = torch.arange(12).view(2, 6)
-    (part,) = rank_views(tensor, RankSplit(1), 1, 3)
-    assert part.tolist() == [[2, 3], [8, 9]]
-    assert part.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr()
+    (shard,) = rank_views(tensor, RankSplit(1), 1, 3)
+    assert shard.tolist() == [[2, 3], [8, 9]]
+    assert shard.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr()
 
 
-def test_what_does_not_divide_is_refused():
+def test_uneven_split_is_rejected():
     with pytest.raises(CheckpointError, match="length 10 in dimension 0 cannot be split evenly over 4 ranks"):
         rank_views(torch.empty(10), RankSplit(0), 0, 4)
     with pytest.raises(CheckpointError, match="over 2 ranks in separate blocks of 3, 3"):
@@ -191,14 +193,14 @@ def test_what_does_not_divide_is_refused():
         rank_views(torch.empty(6), RankSplit(0), 0, 2, (4, 4))
 
 
-def test_extra_states_are_those_of_modules_that_have_them():
+def test_extra_states_follow_their_modules():
     names = ["linear_qkv.weight", "linear_qkv.bias", "linear_proj.weight", "q_layernorm.weight", "k_layernorm.weight"]
     names = [f"decoder.layers.0.self_attention.{name}" for name in names]
     prefix = "decoder.layers.0.self_attention."
-    own = [f"{prefix}linear_qkv._extra_state", f"{prefix}linear_proj._extra_state"]
-    assert list(extra_states(names, local_names=True, last=False)) == own
+    linear_states = [f"{prefix}linear_qkv._extra_state", f"{prefix}linear_proj._extra_state"]
+    assert list(extra_states(names, local_names=True, last=False)) == linear_states
     assert set(extra_states(names, local_names=False, last=True)) == {
-        *own,
+        *linear_states,
         f"{prefix}core_attention._extra_state",
         f"{prefix}q_layernorm._extra_state",
         f"{prefix}k_layernorm._extra_state",

@@ -1,4 +1,4 @@
-"""Rules between the names of a model and those of Megatron: complete, reversible, and as others write them."""
+"""Tests of the conversion rules to Megatron: completeness, reversibility and equality with Megatron-Bridge."""
 
 import json
 import re
@@ -23,7 +23,7 @@ from hf_megatron.conversion.megatron.rules import (
     Reshaped,
 )
 from hf_megatron.conversion.megatron.splits import RankSplit, tensor_parallel_split
-from tests.helpers.tiny_models import FAMILIES, MULTIMODAL, make_config, build_tiny_model
+from tests.helpers.tiny_models import FAMILIES, MULTIMODAL, build_tiny_model, make_config
 
 TABLE = json.loads((Path(__file__).parents[3] / "data" / "megatron_bridge_names.json").read_text())["families"]
 
@@ -45,37 +45,37 @@ def test_every_tensor_has_one_rule(case):
     megatron = [name for rule in rules for name in rule.megatron]
     assert len(set(megatron)) == len(megatron)
     for name in megatron:
-        # The legacy layout has to know how it is split.
+        # The legacy layout requires the tensor-parallel split of every name.
         tensor_parallel_split(name)
         assert not set(spellings(name)) & set(megatron)
 
 
 @pytest.mark.parametrize("case", {**FAMILIES, **MULTIMODAL})
-def test_rules_are_reversible_and_keep_their_shapes_on_meta(case):
+def test_rules_are_reversible_and_work_on_meta(case):
     state = build_tiny_model(case).state_dict()
     for rule in list_rules(case):
         tensors = [state[name] for name in rule.transformers]
-        there = rule.operation.to_megatron(tensors)
+        converted = rule.operation.to_megatron(tensors)
         meta = rule.operation.to_megatron([tensor.to("meta") for tensor in tensors])
-        assert [tensor.shape for tensor in there] == [tensor.shape for tensor in meta]
-        back = rule.operation.to_transformers(there)
-        assert all(torch.equal(one, other) for one, other in zip(tensors, back, strict=True)), rule
+        assert [tensor.shape for tensor in converted] == [tensor.shape for tensor in meta]
+        restored = rule.operation.to_transformers(converted)
+        assert all(torch.equal(one, other) for one, other in zip(tensors, restored, strict=True)), rule
 
 
 @pytest.mark.parametrize("case", {**FAMILIES, **MULTIMODAL})
-def test_a_swapped_pair_would_be_seen(case):
-    """No two tensors of a twin that have the same shape are equal: the comparisons of conversions can fail."""
+def test_tiny_model_tensors_are_distinct(case):
+    """Tensors of equal shape differ in a tiny model, so that conversion tests detect swapped tensors."""
     tensors = list(build_tiny_model(case).state_dict().items())
-    seen: dict[tuple, list] = {}
+    by_shape: dict[tuple, list] = {}
     for name, tensor in tensors:
-        for other_name, other in seen.get(tuple(tensor.shape), []):
+        for other_name, other in by_shape.get(tuple(tensor.shape), []):
             tied = tensor.data_ptr() == other.data_ptr()
             assert tied or not torch.equal(tensor, other), (name, other_name)
-        seen.setdefault(tuple(tensor.shape), []).append((name, tensor))
+        by_shape.setdefault(tuple(tensor.shape), []).append((name, tensor))
 
 
-def sizes_of(config) -> dict[str, int]:
-    """What the letters of the table stand for."""
+def get_sizes(config) -> dict[str, int]:
+    """Returns the sizes for the letters in the table of expected shapes."""
     text, vision = config.get_text_config(), getattr(config, "vision_config", None)
     head = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     sizes = {
@@ -108,16 +108,16 @@ def sizes_of(config) -> dict[str, int]:
     return sizes
 
 
-def numberless(name: str) -> str:
-    """The name of a tensor, with stars for the numbers of layers; of experts the name that one has on a rank."""
+def strip_layer_numbers(name: str) -> str:
+    """Returns the tensor name with stars for layer numbers; expert tensors get their local name."""
     name = re.sub(r"(layers|blocks|deepstack_merger_list)\.\d+", r"\1.*", name)
     return re.sub(r"\.experts\.experts\.(linear_fc\d)\.weight", r".experts.\1.weight*", name)
 
 
-def expected_tensors(case: str, state: dict) -> dict[str, tuple]:
-    """The table's tensors, with those that it names by `**`."""
+def get_expected_tensors(case: str, state: dict) -> dict[str, tuple]:
+    """Returns the tensors of the table with `**` wildcards expanded."""
     config = make_config(case)
-    sizes, expected = sizes_of(config), {}
+    sizes, expected = get_sizes(config), {}
     for name, entry in TABLE[config.model_type]["tensors"].items():
         sources = entry["transformers"]
         if name == "language_model.output_layer.weight" and config.tie_word_embeddings:
@@ -125,50 +125,50 @@ def expected_tensors(case: str, state: dict) -> dict[str, tuple]:
         if name.endswith("**"):
             (source,) = sources
             start = source.removesuffix("**")
-            for own, tensor in state.items():
-                if own.startswith(start):
-                    target = numberless(name.removesuffix("**") + own.removeprefix(start))
-                    expected[target] = ([numberless(own)], list(tensor.shape))
+            for source_name, tensor in state.items():
+                if source_name.startswith(start):
+                    target = strip_layer_numbers(name.removesuffix("**") + source_name.removeprefix(start))
+                    expected[target] = ([strip_layer_numbers(source_name)], list(tensor.shape))
             continue
         expected[name] = (sources, [sizes.get(size, size) for size in entry["shape"]])
     return expected
 
 
 @pytest.mark.parametrize("case", ["gemma2", "gemma3", "olmo2", "nemotron_h_latent", *MULTIMODAL])
-def test_names_and_shapes_are_those_of_megatron_bridge(case):
+def test_names_and_shapes_match_megatron_bridge(case):
     state = build_tiny_model(case).state_dict()
-    found: dict[str, tuple] = {}
+    tensors: dict[str, tuple] = {}
     for rule in list_rules(case, padded=make_config(case).get_text_config().vocab_size):
-        made = rule.operation.to_megatron([state[name] for name in rule.transformers])
-        for name, tensor in zip(rule.megatron, made, strict=True):
-            key, names = numberless(name), [numberless(other) for other in rule.transformers]
+        converted = rule.operation.to_megatron([state[name] for name in rule.transformers])
+        for name, tensor in zip(rule.megatron, converted, strict=True):
+            key, names = strip_layer_numbers(name), [strip_layer_numbers(other) for other in rule.transformers]
             shape = list(tensor.shape[1:] if key.endswith("*") else tensor.shape)
-            assert found.setdefault(key, (names, shape)) == (names, shape)
-    assert found == expected_tensors(case, state)
+            assert tensors.setdefault(key, (names, shape)) == (names, shape)
+    assert tensors == get_expected_tensors(case, state)
 
 
-def test_the_table_has_every_letter_and_no_wildcard_that_matches_nothing():
-    """A table that says less would compare less."""
+def test_table_covers_all_tensors_and_wildcards_match():
+    """An incomplete table would weaken the comparison."""
     for case in MULTIMODAL:
         state, config = build_tiny_model(case).state_dict(), make_config(case)
         for name, entry in TABLE[config.model_type]["tensors"].items():
             if name.endswith("**"):
-                assert any(own.startswith(entry["transformers"][0].removesuffix("**")) for own in state), name
-        own = {name for names, _ in expected_tensors(case, state).values() for name in names}
+                assert any(source.startswith(entry["transformers"][0].removesuffix("**")) for source in state), name
+        source = {name for names, _ in get_expected_tensors(case, state).values() for name in names}
         tied = {"lm_head.weight"} if config.tie_word_embeddings else set()
-        assert own == {numberless(name) for name in state} - tied
+        assert source == {strip_layer_numbers(name) for name in state} - tied
 
 
-def test_towers_order_queries_keys_and_values_by_heads():
-    """By hand: two heads of a width of one, all queries before all keys before all values in transformers."""
-    rows = torch.arange(6.0)
-    assert packed_qkv(2, 2).to_megatron([rows])[0].tolist() == [0, 2, 4, 1, 3, 5]
+def test_vision_encoder_qkv_is_grouped_by_head():
+    """Expected by hand for two heads of width 1; transformers stores all queries, then keys, then values."""
+    values = torch.arange(6.0)
+    assert packed_qkv(2, 2).to_megatron([values])[0].tolist() == [0, 2, 4, 1, 3, 5]
     assert packed_qkv(4, 2).to_megatron([torch.arange(12.0)])[0].tolist() == [0, 1, 4, 5, 8, 9, 2, 3, 6, 7, 10, 11]
-    (token,) = Reshaped(3).to_megatron([rows])
+    (token,) = Reshaped(3).to_megatron([values])
     assert token.shape == (1, 1, 6)
-    assert torch.equal(Reshaped(3).to_transformers([token])[0], rows)
+    assert torch.equal(Reshaped(3).to_transformers([token])[0], values)
     with pytest.raises(CheckpointError, match=r"a single row, got shape \(1, 2, 3\)"):
-        Reshaped(3).to_transformers([rows.reshape(1, 2, 3)])
+        Reshaped(3).to_transformers([values.reshape(1, 2, 3)])
 
 
 @pytest.mark.parametrize(
@@ -184,12 +184,12 @@ def test_towers_order_queries_keys_and_values_by_heads():
         "vision_projection.encoder.linear_fc1.bias": RankSplit(0),
     }.items(),
 )
-def test_towers_of_megatron_are_split_and_those_of_transformers_are_not(name, split):
+def test_only_megatron_vision_encoders_are_split(name, split):
     assert tensor_parallel_split(name) == split
 
 
-def test_a_parallel_residual_changes_no_name():
-    """megatron-core loads the names of the sequential GPT-NeoX; the other has the same tensors."""
+def test_parallel_residual_keeps_names():
+    """megatron-core uses the names of the sequential GPT-NeoX, whose tensors are the same."""
     assert list_rules("gpt_neox_parallel") == list_rules("gpt_neox")
 
 
@@ -203,16 +203,16 @@ def test_queries_are_grouped_with_their_key_and_value():
         GroupedQKV(heads=4, groups=4, head_dim=2).to_transformers([packed])
 
 
-def test_alternating_rows():
-    rows = torch.arange(6.0)
-    assert Interleaved(dim=0).to_megatron([rows])[0].tolist() == [0, 2, 4, 1, 3, 5]
-    turned = InterleavedRows(heads=2, start=1, size=4).to_megatron([torch.arange(12.0)])[0]
-    assert turned.tolist() == [0, 1, 3, 2, 4, 5, 6, 7, 9, 8, 10, 11]
+def test_interleaved_rows():
+    values = torch.arange(6.0)
+    assert Interleaved(dim=0).to_megatron([values])[0].tolist() == [0, 2, 4, 1, 3, 5]
+    interleaved = InterleavedRows(heads=2, start=1, size=4).to_megatron([torch.arange(12.0)])[0]
+    assert interleaved.tolist() == [0, 1, 3, 2, 4, 5, 6, 7, 9, 8, 10, 11]
 
 
-def test_operations_one_after_another():
+def test_chained_operations():
     chain = Chain((Divided((2, 2)), Joined((2, 2)), PaddedVocabulary(4, 8)))
-    rows = torch.arange(4.0)
-    (padded,) = chain.to_megatron([rows])
+    values = torch.arange(4.0)
+    (padded,) = chain.to_megatron([values])
     assert padded.tolist() == [0, 1, 2, 3, 0, 0, 0, 0]
-    assert chain.to_transformers([padded])[0].tolist() == rows.tolist()
+    assert chain.to_transformers([padded])[0].tolist() == values.tolist()

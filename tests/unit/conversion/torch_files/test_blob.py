@@ -1,4 +1,4 @@
-"""Zip files of torch.save inside of other files: written as torch does, read in part, and refused when hostile."""
+"""Tests of torch.save archives inside other files: writing, partial reads and rejection of hostile archives."""
 
 import io
 import os
@@ -24,28 +24,28 @@ DTYPES += [torch.int8, torch.uint8, torch.bool]
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_blobs_are_those_of_torch_save(tmp_path, dtype):
+def test_blobs_match_torch_save(tmp_path, dtype):
     tensors = [make_tensor(shape, dtype) for shape in ((), (0,), (5,), (3, 4), (2, 3, 4, 5), (0, 7))]
     tensors += [make_tensor((4, 6), dtype).t(), make_tensor((8, 4), dtype)[2:5, 1:3]]
     file = NewFile(tmp_path / "blobs")
     file.write(b"before")
-    places = [write_tensor(file, tensor) for tensor in tensors] + [write_object(file, [None])]
+    locations = [write_tensor(file, tensor) for tensor in tensors] + [write_object(file, [None])]
     file.close()
     data = (tmp_path / "blobs").read_bytes()
     with DataFile(tmp_path / "blobs") as opened:
-        assert Blob(opened, *places.pop()).value == [None]
-        for tensor, (offset, length) in zip(tensors, places, strict=True):
-            own = data[offset : offset + length]
-            loaded = torch.load(io.BytesIO(own), weights_only=True)
+        assert Blob(opened, *locations.pop()).value == [None]
+        for tensor, (offset, length) in zip(tensors, locations, strict=True):
+            blob_bytes = data[offset : offset + length]
+            loaded = torch.load(io.BytesIO(blob_bytes), weights_only=True)
             assert loaded.dtype == dtype
             assert torch.equal(loaded, tensor)
-            # The data has no checksum.
-            assert zipfile.ZipFile(io.BytesIO(own)).testzip() in ("archive/data/0", None)
+            # Tensor data is written without a checksum.
+            assert zipfile.ZipFile(io.BytesIO(blob_bytes)).testzip() in ("archive/data/0", None)
             blob = Blob(opened, offset, length)
             assert torch.equal(blob.read(blob.tensor()), tensor)
 
 
-def test_boxes_of_any_view(tmp_path):
+def test_read_boxes_from_any_view(tmp_path):
     base = make_tensor((6, 8, 10))
     views = [
         base,
@@ -65,20 +65,20 @@ def test_boxes_of_any_view(tmp_path):
             out = torch.empty(lengths)
             blob.read_into(blob.tensor(), starts, out)
             assert torch.equal(out, view[box])
-            # Into a part of something larger.
+            # Reads into a view of a larger tensor.
             frame = torch.zeros([length + 1 for length in lengths])
             target = frame[tuple(slice(1, None) for _ in lengths)]
             blob.read_into(blob.tensor(), starts, target)
             assert torch.equal(target, view[box])
 
 
-def test_what_megatron_saves_with_tensors(tmp_path):
+def test_megatron_common_file_is_read(tmp_path):
     from argparse import Namespace
 
     torch.save({"args": Namespace(a=1, dtype=torch.bfloat16), "t": torch.arange(3), "n": [1.5]}, tmp_path / "common.pt")
-    found = read_saved(tmp_path / "common.pt")
-    assert found["args"].state == {"a": 1, "dtype": torch.bfloat16}
-    assert isinstance(found["t"], StoredTensor)
+    contents = read_saved(tmp_path / "common.pt")
+    assert contents["args"].state == {"a": 1, "dtype": torch.bfloat16}
+    assert isinstance(contents["t"], StoredTensor)
 
 
 def test_float8_is_read(tmp_path):
@@ -102,7 +102,7 @@ def read_blob(path: Path) -> torch.Tensor:
         return blob.read(blob.tensor())
 
 
-def test_hostile_blobs(tmp_path):
+def test_hostile_blobs_are_rejected(tmp_path):
     good, bad, canary = tmp_path / "good", tmp_path / "bad", tmp_path / "canary"
     torch.save(make_tensor((4, 4)), good)
 
@@ -121,7 +121,7 @@ def test_hostile_blobs(tmp_path):
         pickled = pickled or archive.read(next(name for name in archive.namelist() if name.endswith("data.pkl")))
     sixteen, four = b"K\x10", b"K\x04K\x04\x86"
     assert pickled.count(sixteen) == 1
-    # A storage, a shape and strides that claim more than there is.
+    # Storage size, shape and strides exceed the stored data.
     rezip(good, bad, data_pkl=pickled.replace(sixteen, b"J\xff\xff\xff\x7f"))
     assert_rejected(lambda: read_blob(bad), str(bad), "64 bytes")
     for shape in (
@@ -134,7 +134,7 @@ def test_hostile_blobs(tmp_path):
         assert_rejected(lambda: read_blob(bad), str(bad), "damaged")
     rezip(good, bad, data_pkl=pickled.replace(b"K\x04K\x01\x86", b"K\x00K\x00\x86"))
     assert read_blob(bad).shape == (4, 4)
-    # A shape of which every entry is the same one is not worth the memory it claims.
+    # An expanded shape with zero strides would allocate memory for copies of one entry.
     huge = pickled.replace(four, b"J\x00\x00\x00\x40J\x00\x00\x00\x40\x86", 1).replace(
         b"K\x04K\x01\x86", b"K\x00K\x00\x86"
     )
@@ -144,15 +144,15 @@ def test_hostile_blobs(tmp_path):
     for end in range(0, len(data), 7):
         bad.write_bytes(data[:end])
         assert_rejected(lambda: read_blob(bad), str(bad))
-    # The directory leads elsewhere: a wrong size, a wrong place.
+    # Wrong sizes and offsets in the central directory.
     start = data.index(b"PK\1\2")
     for field in (24, 42):
         for value in (1, 1000, 0x7FFFFFFF):
             changed = bytearray(data)
             entry = next(
-                place
-                for place in range(start, len(data))
-                if data[place : place + 4] == b"PK\1\2" and b"/data/0" in data[place : place + 64]
+                position
+                for position in range(start, len(data))
+                if data[position : position + 4] == b"PK\1\2" and b"/data/0" in data[position : position + 64]
             )
             struct.pack_into("<I", changed, entry + field, value)
             bad.write_bytes(changed)
@@ -163,49 +163,49 @@ def test_hostile_blobs(tmp_path):
     assert not canary.exists()
 
 
-def entries(path: Path) -> dict[str, int]:
-    """Where the directory says what of each record."""
+def read_directory_offsets(path: Path) -> dict[str, int]:
+    """Returns the offset of each record's entry in the central directory."""
     with zipfile.ZipFile(path) as archive:
-        position, places = archive.start_dir, {}
+        position, offsets = archive.start_dir, {}
         for info in archive.infolist():
-            places[info.filename.partition("/")[2]] = position
+            offsets[info.filename.partition("/")[2]] = position
             position += 46 + len(info.orig_filename) + len(info.extra) + len(info.comment)
-        return places
+        return offsets
 
 
-def patched(source: Path, target: Path, changes: dict[int, bytes]) -> None:
+def write_patched_copy(source: Path, target: Path, changes: dict[int, bytes]) -> None:
     content = bytearray(source.read_bytes())
-    for place, value in changes.items():
-        content[place : place + len(value)] = value
+    for offset, value in changes.items():
+        content[offset : offset + len(value)] = value
     target.write_bytes(content)
 
 
-def test_records_that_together_are_larger_than_their_file(tmp_path):
-    """Every record holds all of those behind it: a file of a megabyte that says it has a gigabyte."""
+def test_overlapping_records_are_rejected(tmp_path):
+    """Each record contains all following ones, so that a 1 MB file could declare 1 GB."""
     good, bad = tmp_path / "good", tmp_path / "bad"
     torch.save({"a": torch.zeros(64), "b": torch.zeros(64)}, good)
-    places = entries(good)
+    offsets = read_directory_offsets(good)
     content = good.read_bytes()
-    first, second = (struct.unpack_from("<I", content, places[name] + 42)[0] for name in ("data/0", "data/1"))
+    first, second = (struct.unpack_from("<I", content, offsets[name] + 42)[0] for name in ("data/0", "data/1"))
     long = struct.pack("<II", second - first + 64, second - first + 64)
-    patched(good, bad, {places["data/0"] + 20: long})
+    write_patched_copy(good, bad, {offsets["data/0"] + 20: long})
     assert_rejected(lambda: read_saved(bad), str(bad), "overlaps another one")
-    patched(good, bad, {places["data/0"] + 42: struct.pack("<I", second)})
+    write_patched_copy(good, bad, {offsets["data/0"] + 42: struct.pack("<I", second)})
     assert_rejected(lambda: read_saved(bad), str(bad), "overlaps another one")
 
 
-def test_tensors_that_say_they_are_larger_than_memory(tmp_path):
-    """Memory was taken for what the pickle says, before the record was looked at."""
+def test_tensors_larger_than_their_storage_are_rejected(tmp_path):
+    """The record size is checked before memory is allocated for the size in the pickle."""
     good, bad = tmp_path / "good", tmp_path / "bad"
     torch.save(make_tensor((4, 4)), good)
     with zipfile.ZipFile(good) as archive:
         pickled = archive.read(next(name for name in archive.namelist() if name.endswith("data.pkl")))
     for length in (1 << 24, 1 << 50, 1 << 4000):
-        number, rows = (
+        storage_size, row_count = (
             b"\x8b" + struct.pack("<I", 502) + value.to_bytes(502, "little") for value in (length * 4, length)
         )
-        claimed = pickled.replace(b"K\x10", number).replace(b"K\x04K\x04\x86", rows + b"K\x04\x86", 1)
-        rezip(good, bad, data_pkl=claimed)
+        oversized = pickled.replace(b"K\x10", storage_size).replace(b"K\x04K\x04\x86", row_count + b"K\x04\x86", 1)
+        rezip(good, bad, data_pkl=oversized)
         assert_rejected(lambda: read_blob(bad), str(bad), "a storage has 64 bytes, expected")
 
 
@@ -218,7 +218,7 @@ def test_compressed_records_are_not_unpacked(tmp_path):
     assert_rejected(lambda: read_saved(bad), str(bad), "compressed")
 
 
-def test_directories_of_more_records_than_any_model_has(tmp_path, monkeypatch):
+def test_directory_with_too_many_records_is_rejected(tmp_path, monkeypatch):
     good = tmp_path / "good"
     torch.save([torch.zeros(1) for _ in range(30)], good)
     assert len(read_saved(good)) == 30
@@ -226,49 +226,49 @@ def test_directories_of_more_records_than_any_model_has(tmp_path, monkeypatch):
     assert_rejected(lambda: read_saved(good), str(good), "its directory has")
 
 
-def test_records_with_another_checksum(tmp_path):
-    """A flipped bit in a pickle can lead to another tensor, a name or a shape that fits as well."""
+def test_checksum_mismatch_is_rejected(tmp_path):
+    """A flipped bit in a pickle can yield another valid tensor, name or shape."""
     good, bad = tmp_path / "good", tmp_path / "bad"
     torch.save({"first": torch.zeros(3), "second": torch.ones(3)}, good)
-    place = good.read_bytes().index(b"first")
-    patched(good, bad, {place: b"f1rst"})
+    offset = good.read_bytes().index(b"first")
+    write_patched_copy(good, bad, {offset: b"f1rst"})
     assert_rejected(lambda: read_saved(bad), str(bad), "data.pkl does not match its checksum")
     torch.serialization.set_crc32_options(False)
     try:
         torch.save({"first": torch.zeros(3)}, good)
     finally:
         torch.serialization.set_crc32_options(True)
-    patched(good, bad, {good.read_bytes().index(b"first"): b"f1rst"})
+    write_patched_copy(good, bad, {good.read_bytes().index(b"first"): b"f1rst"})
     assert list(read_saved(bad)) == ["f1rst"]
 
 
-def test_one_of_several_parts(tmp_path):
+def test_split_archives_and_bad_entries_are_rejected(tmp_path):
     good, bad = tmp_path / "good", tmp_path / "bad"
     torch.save(make_tensor((4, 4)), good)
-    for place in (4, 6):
-        patched(good, bad, {good.stat().st_size - 22 + place: b"\1"})
+    for offset in (4, 6):
+        write_patched_copy(good, bad, {good.stat().st_size - 22 + offset: b"\1"})
         assert_rejected(lambda: read_saved(bad), str(bad), "is a fragment of a split archive")
-    # The last entry's name, longer than its directory.
-    patched(good, bad, {max(entries(good).values()) + 28: b"\xff"})
+    # The name of the last entry is longer than the directory.
+    write_patched_copy(good, bad, {max(read_directory_offsets(good).values()) + 28: b"\xff"})
     assert_rejected(lambda: read_saved(bad), str(bad), "does not end after its last entry")
-    # What the directory says of a single record: where it lies, its flags and its disk.
-    place = entries(good)["version"]
-    patched(good, bad, {place + 45: b"\x40"})
+    # Fields of a single directory entry: offset, flags and disk number.
+    offset = read_directory_offsets(good)["version"]
+    write_patched_copy(good, bad, {offset + 45: b"\x40"})
     assert_rejected(lambda: read_saved(bad), str(bad), "version is outside the archive")
-    patched(good, bad, {place + 46: b"A"})
+    write_patched_copy(good, bad, {offset + 46: b"A"})
     assert_rejected(lambda: read_saved(bad), str(bad), "is outside the archive")
-    for place, value in ((8, b"\1"), (9, b"\x20"), (34, b"\1")):
-        patched(good, bad, {entries(good)["data/0"] + place: value})
+    for offset, value in ((8, b"\1"), (9, b"\x20"), (34, b"\1")):
+        write_patched_copy(good, bad, {read_directory_offsets(good)["data/0"] + offset: value})
         assert_rejected(lambda: read_saved(bad), str(bad), "data/0 is encrypted or stored in another file")
 
 
-def test_several_in_sequence(tmp_path):
-    """A place whose length covers the next one too: torch reads the first of them, `zipfile` the last."""
-    made = []
+def test_concatenated_archives_are_rejected(tmp_path):
+    """Of two concatenated archives, torch reads the first and `zipfile` the last."""
+    archives = []
     for value in (1.0, 2.0):
         buffer = io.BytesIO()
         torch.save(torch.full((4,), value), buffer)
-        made.append(buffer.getvalue())
+        archives.append(buffer.getvalue())
     bad = tmp_path / "both"
-    bad.write_bytes(b"".join(made))
+    bad.write_bytes(b"".join(archives))
     assert_rejected(lambda: read_saved(bad), str(bad), "it is several concatenated")

@@ -1,4 +1,4 @@
-"""Pickles are looked at, never run: what they may hold, and everything hostile they may try."""
+"""Tests of the pickle reader that runs no code: supported values and rejection of hostile pickles."""
 
 import argparse
 import collections
@@ -29,7 +29,7 @@ VALUES = [
 
 
 def system(command: str) -> object:
-    """An object whose pickle runs a command."""
+    """Returns an object whose pickle runs a command."""
 
     class Bomb:
         def __reduce__(self):
@@ -40,7 +40,7 @@ def system(command: str) -> object:
 
 @pytest.mark.parametrize("protocol", [2, 3, 4, 5])
 @pytest.mark.parametrize("value", VALUES, ids=range(len(VALUES)))
-def test_plain_values_are_those_of_pickle(value, protocol):
+def test_plain_values_match_pickle(value, protocol):
     names = {"builtins.frozenset": Named("builtins.frozenset", lambda arguments: frozenset(arguments[0]))}
     names["__builtin__.frozenset"] = names["builtins.frozenset"]
     assert unpickle(pickle.dumps(value, protocol), "here", names) == value
@@ -49,15 +49,15 @@ def test_plain_values_are_those_of_pickle(value, protocol):
 def test_objects_become_records():
     shared = [1]
     value = argparse.Namespace(a=shared, b=shared)
-    found = unpickle(pickle.dumps(value), "here", record_names("argparse.Namespace"))
-    assert type(found) is Record
-    assert (found.kind, found["a"], found.get("c")) == ("argparse.Namespace", [1], None)
-    assert found["a"] is found["b"]
+    record = unpickle(pickle.dumps(value), "here", record_names("argparse.Namespace"))
+    assert type(record) is Record
+    assert (record.kind, record["a"], record.get("c")) == ("argparse.Namespace", [1], None)
+    assert record["a"] is record["b"]
     with pytest.raises(KeyError):
-        found["c"]
+        record["c"]
 
 
-def refused(data: bytes, *needles: str) -> None:
+def check_rejected(data: bytes, *needles: str) -> None:
     with pytest.raises(CheckpointError) as caught:
         unpickle(data, "folder/.metadata", record_names("argparse.Namespace"), prefixes=("megatron.",))
     assert "folder/.metadata" in str(caught.value)
@@ -87,48 +87,48 @@ def refused(data: bytes, *needles: str) -> None:
 def test_no_function_is_called(tmp_path, function, arguments, name):
     canary = tmp_path / "canary"
     argument = arguments.format(canary=str(canary)).encode()
-    text = b"X" + struct.pack("<I", len(argument)) + argument
-    refused(b"\x80\x02c" + function.encode() + b"\n(" + text + b"tR.", name)
+    argument_bytes = b"X" + struct.pack("<I", len(argument)) + argument
+    check_rejected(b"\x80\x02c" + function.encode() + b"\n(" + argument_bytes + b"tR.", name)
     module, _, attribute = function.encode().partition(b"\n")
-    named = b"".join(b"\x8c" + bytes([len(part)]) + part for part in (module, attribute))
-    refused(b"\x80\x04" + named + b"\x93(" + text + b"tR.", name)
-    refused(b"\x80\x04" + named + b"\x93(" + text + b"t\x81.", name)
-    refused(pickle.dumps({"state": [system(f"touch {canary}")]}), "system")
+    encoded_names = b"".join(b"\x8c" + bytes([len(component)]) + component for component in (module, attribute))
+    check_rejected(b"\x80\x04" + encoded_names + b"\x93(" + argument_bytes + b"tR.", name)
+    check_rejected(b"\x80\x04" + encoded_names + b"\x93(" + argument_bytes + b"t\x81.", name)
+    check_rejected(pickle.dumps({"state": [system(f"touch {canary}")]}), "system")
     assert not canary.exists()
 
 
-def test_a_record_is_not_called_and_a_prefix_is_no_pattern(tmp_path):
-    found = unpickle(b"\x80\x02cmegatron.evil\nrun\n(X\x01\x00\x00\x00atR.", "here", {}, prefixes=("megatron.",))
-    assert (found.kind, found.arguments) == ("megatron.evil.run", ("a",))
-    refused(b"\x80\x02cmegatron\nx\n)R)R.")
-    refused(b"\x80\x02cmegatronx.y\nz\n)R.", "megatronx.y.z")
-    refused(b"\x80\x02)\x81.")
-    # Attributes are set on records alone.
-    refused(b"\x80\x02]}b.")
-    refused(b"\x80\x02cargparse\nNamespace\n}b.")
+def test_records_are_not_called_and_prefixes_are_literal(tmp_path):
+    record = unpickle(b"\x80\x02cmegatron.evil\nrun\n(X\x01\x00\x00\x00atR.", "here", {}, prefixes=("megatron.",))
+    assert (record.kind, record.arguments) == ("megatron.evil.run", ("a",))
+    check_rejected(b"\x80\x02cmegatron\nx\n)R)R.")
+    check_rejected(b"\x80\x02cmegatronx.y\nz\n)R.", "megatronx.y.z")
+    check_rejected(b"\x80\x02)\x81.")
+    # Attributes may only be set on records.
+    check_rejected(b"\x80\x02]}b.")
+    check_rejected(b"\x80\x02cargparse\nNamespace\n}b.")
 
 
-def text(value: str) -> bytes:
+def pickle_text(value: str) -> bytes:
     return b"X" + struct.pack("<I", len(value.encode())) + value.encode()
 
 
 GETATTR = b"cbuiltins\ngetattr\n"
 SHAPE = b"cenums\nShape\n"
-ROUND = text("ROUND")
-# What an enumeration's member may be asked for by, or what may be asked for one, if it were read.
-NO_MEMBERS = {
+ROUND = pickle_text("ROUND")
+# Calls of getattr other than reading a public enum member by name.
+INVALID_GETATTRS = {
     "of_a_class_that_is_no_enumeration": GETATTR + b"cargparse\nNamespace\n" + ROUND + b"\x86R.",
     "of_a_container": GETATTR + b"ccollections\nOrderedDict\n" + ROUND + b"\x86R.",
-    "of_a_member": GETATTR + GETATTR + SHAPE + ROUND + b"\x86R" + text("value") + b"\x86R.",
-    "of_an_object": GETATTR + b"cargparse\nNamespace\n)R" + text("kind") + b"\x86R.",
+    "of_a_member": GETATTR + GETATTR + SHAPE + ROUND + b"\x86R" + pickle_text("value") + b"\x86R.",
+    "of_an_object": GETATTR + b"cargparse\nNamespace\n)R" + pickle_text("kind") + b"\x86R.",
     "of_getattr": GETATTR + GETATTR + ROUND + b"\x86R.",
-    "of_text": GETATTR + text("enums.Shape") + ROUND + b"\x86R.",
+    "of_text": GETATTR + pickle_text("enums.Shape") + ROUND + b"\x86R.",
     "of_a_module": GETATTR + b"cenums\n__dict__\n" + ROUND + b"\x86R.",
     "of_what_is_not_read": GETATTR + b"cos\nsystem\n" + ROUND + b"\x86R.",
-    "a_private_name": GETATTR + SHAPE + text("_member_map_") + b"\x86R.",
-    "a_special_name": GETATTR + SHAPE + text("__class__") + b"\x86R.",
-    "a_path": GETATTR + SHAPE + text("ROUND.value") + b"\x86R.",
-    "no_name": GETATTR + SHAPE + text("") + b"\x86R.",
+    "a_private_name": GETATTR + SHAPE + pickle_text("_member_map_") + b"\x86R.",
+    "a_special_name": GETATTR + SHAPE + pickle_text("__class__") + b"\x86R.",
+    "a_path": GETATTR + SHAPE + pickle_text("ROUND.value") + b"\x86R.",
+    "no_name": GETATTR + SHAPE + pickle_text("") + b"\x86R.",
     "bytes": GETATTR + SHAPE + b"C\x05ROUND\x86R.",
     "a_class_as_the_name": GETATTR + SHAPE + SHAPE + b"\x86R.",
     "alone": GETATTR + SHAPE + b"\x85R.",
@@ -143,33 +143,33 @@ NO_MEMBERS = {
 }
 
 
-def test_members_of_enumerations_are_read_however_pythons_write_them():
+def test_enum_members_from_all_pickle_forms():
     names = enumeration_names("enums.Shape")
     by_value = b"\x80\x02" + SHAPE + b"K\x01\x85R."
     by_name = b"\x80\x02" + GETATTR.replace(b"builtins", b"__builtin__") + SHAPE + ROUND + b"\x86R."
-    short = [b"\x8c" + bytes([len(part)]) + part for part in (b"builtins", b"getattr", b"enums", b"Shape", b"ROUND")]
+    short = [b"\x8c" + bytes([len(word)]) + word for word in (b"builtins", b"getattr", b"enums", b"Shape", b"ROUND")]
     stacked = b"\x80\x04" + b"".join((*short[:2], b"\x93", *short[2:4], b"\x93", short[4], b"\x86R."))
     for data, argument in ((by_value, 1), (by_name, "ROUND"), (stacked, "ROUND")):
-        found = unpickle(data, "here", names)
-        assert (type(found), found.kind, found.arguments) == (Record, "enums.Shape", (argument,))
-    # Of names that begin as agreed it is not known which are enumerations.
-    found = unpickle(by_name, "here", {}, prefixes=("enums.",))
-    assert (found.kind, found.arguments) == ("enums.Shape", ("ROUND",))
+        record = unpickle(data, "here", names)
+        assert (type(record), record.kind, record.arguments) == (Record, "enums.Shape", (argument,))
+    # Names accepted by prefix may be enums.
+    record = unpickle(by_name, "here", {}, prefixes=("enums.",))
+    assert (record.kind, record.arguments) == ("enums.Shape", ("ROUND",))
 
 
-@pytest.mark.parametrize("data", NO_MEMBERS.values(), ids=NO_MEMBERS)
-def test_getattr_is_read_of_enumerations_alone(data):
+@pytest.mark.parametrize("data", INVALID_GETATTRS.values(), ids=INVALID_GETATTRS)
+def test_getattr_is_rejected_except_on_enums(data):
     names = {**record_names("argparse.Namespace"), **enumeration_names("enums.Shape")}
     with pytest.raises(CheckpointError, match="here is (rejected|damaged)"):
         unpickle(b"\x80\x04" + data, "here", names)
 
 
-def test_getattr_that_is_not_called_is_nothing():
-    found = unpickle(b"\x80\x02" + GETATTR + SHAPE + b"\x86.", "here", enumeration_names("enums.Shape"))
-    assert getattr not in found
+def test_uncalled_getattr_is_inert():
+    values = unpickle(b"\x80\x02" + GETATTR + SHAPE + b"\x86.", "here", enumeration_names("enums.Shape"))
+    assert getattr not in values
 
 
-def test_signals_are_read_however_pythons_write_them():
+def test_signals_from_all_pickle_forms():
     assert unpickle(b"\x80\x02csignal\nSignals\nK\x0f\x85R.", "here", OBJECTS).arguments == (15,)
     assert unpickle(b"\x80\x02csignal\nSIGTERM\n.", "here", OBJECTS).name == "signal.SIGTERM"
     assert unpickle(pickle.dumps(signal.SIGTERM), "here", OBJECTS) is not signal.SIGTERM
@@ -186,12 +186,12 @@ def test_signals_are_read_however_pythons_write_them():
         (b"\x80\x07N.", "protocol 7"),
         (b"(S'text'\ni.", "operation"),
         (b"\x80\x04\x95" + b"\xff" * 8 + b"N.", "truncated"),
-        # Claims of lengths that are not there.
+        # Lengths beyond the end of the data.
         (b"\x80\x04\x8e" + struct.pack("<Q", 1 << 62) + b"x.", "truncated"),
         (b"\x80\x05\x96" + struct.pack("<Q", 1 << 40) + b"x.", "truncated"),
         (b"\x80\x04\x8d" + struct.pack("<Q", 1 << 40) + b"x.", "truncated"),
         (b"\x80\x02\x8b" + struct.pack("<I", 1 << 31) + b"x.", "truncated"),
-        # Places of the memo and the stack that do not exist.
+        # Missing entries of the memo and the stack.
         (b"\x80\x02h\x05.", "damaged"),
         (b"\x80\x04\x94.", "damaged"),
         (b"\x80\x02a.", "damaged"),
@@ -202,37 +202,37 @@ def test_signals_are_read_however_pythons_write_them():
         (b"\x80\x02}](NNeNs.", "key"),
         (b"\x80\x02NQ.", "persistent"),
         (b"\x80\x02P1\n.", "operation"),
-        # Extension codes and buffers beside the pickle.
+        # Extension codes and out-of-band buffers.
         (b"\x80\x02\x82\x01.", "operation"),
         (b"\x80\x05\x97.", "operation"),
     ],
 )
-def test_damaged_pickles(data, reason):
-    refused(data, reason)
+def test_damaged_pickles_are_rejected(data, reason):
+    check_rejected(data, reason)
 
 
-def test_a_far_place_in_the_memo_takes_no_memory():
+def test_large_memo_index_takes_no_memory():
     assert unpickle(b"\x80\x02Nr\xff\xff\xff\xff0j\xff\xff\xff\xff.", "here", {}) is None
 
 
-def test_a_tuple_whose_hash_takes_exponential_time():
-    # ((), ()) of the one before, again and again, as a key of a table and in a set.
+def test_exponential_hash_keys_are_rejected():
+    # Repeated pairs of the previous tuple, as a dict key and in sets.
     doubled = b")q\x00" + b"0h\x00h\x00\x86q\x00" * 200
-    refused(b"\x80\x02}" + doubled + b"Ns.", "key")
-    refused(b"\x80\x04\x8f(" + doubled + b"\x90.", "key")
-    refused(b"\x80\x04(" + doubled + b"\x91.", "key")
+    check_rejected(b"\x80\x02}" + doubled + b"Ns.", "key")
+    check_rejected(b"\x80\x04\x8f(" + doubled + b"\x90.", "key")
+    check_rejected(b"\x80\x04(" + doubled + b"\x91.", "key")
 
 
-def test_parts_that_are_there_again_and_again_are_seen_wherever_they_come_from():
-    said = "repeats shared objects"
+def test_exponentially_shared_objects_are_rejected():
+    message = "repeats shared objects"
     doubled = b"]q\x00" + b"0]q\x010h\x01h\x00ah\x00aq\x00" * 60
-    refused(b"\x80\x02" + doubled + b".", said)
-    # Records that get their states when all of them are in the memo.
-    made = b"".join(b"cargparse\nNamespace\n)\x81q%c0" % number for number in range(60))
-    built = b"".join(b"h%ch%ch%c\x86b0" % (number, number - 1, number - 1) for number in range(1, 60))
-    refused(b"\x80\x02" + made + b"h\x3b" + built + b".", said)
-    # A long text.
-    refused(
+    check_rejected(b"\x80\x02" + doubled + b".", message)
+    # Records whose states are set after all of them are in the memo.
+    records = b"".join(b"cargparse\nNamespace\n)\x81q%c0" % index for index in range(60))
+    states = b"".join(b"h%ch%ch%c\x86b0" % (index, index - 1, index - 1) for index in range(1, 60))
+    check_rejected(b"\x80\x02" + records + b"h\x3b" + states + b".", message)
+    # A long string, repeated by reference.
+    check_rejected(
         b"\x80\x02]X" + struct.pack("<I", 1 << 20) + b"x" * (1 << 20) + b"q\x00a(" + b"h\x00" * 100 + b"e.", "larger"
     )
 
@@ -240,49 +240,49 @@ def test_parts_that_are_there_again_and_again_are_seen_wherever_they_come_from()
 @pytest.mark.parametrize(
     "made", [b"h\x00)R", b"h\x00)\x81", b"h\x00)}\x92", b"]", b"}", b"\x8f", b"N\x85", b"(t", b"(\x91"]
 )
-def test_whatever_makes_objects_has_the_budget(monkeypatch, made):
+def test_all_object_opcodes_count_against_the_budget(monkeypatch, made):
     monkeypatch.setattr(pickle_machine, "_PARTS", 1000)
     start = b"\x80\x04cargparse\nNamespace\nq\x000("
     unpickle(start + made * 400 + b"t.", "here", record_names("argparse.Namespace"))
-    refused(start + made * 1200 + b"t.", "far larger")
+    check_rejected(start + made * 1200 + b"t.", "far larger")
 
 
-def test_what_is_shared_and_small_is_read():
+def test_small_shared_objects_are_read():
     names = record_names("argparse.Namespace")
     small, table = (1, "x"), {"a": 1}
     value = [small, small, [table, table], argparse.Namespace(), None] * 100
-    found = unpickle(pickle.dumps(value), "here", names)
-    assert len(found) == 500 and found[2] == [table, table] and found[0] is found[1] == small
+    values = unpickle(pickle.dumps(value), "here", names)
+    assert len(values) == 500 and values[2] == [table, table] and values[0] is values[1] == small
 
 
 def test_deep_nesting_needs_no_recursion():
     depth = 200_000
-    found = unpickle(b"\x80\x02" + b"]" * depth + b"a" * (depth - 1) + b".", "here", {})
+    value = unpickle(b"\x80\x02" + b"]" * depth + b"a" * (depth - 1) + b".", "here", {})
     for _ in range(depth - 1):
-        (found,) = found
-    assert found == []
+        (value,) = value
+    assert value == []
 
 
-def test_every_cut_and_any_flipped_byte_is_refused_or_harmless(tmp_path):
+def test_corrupted_pickles_load_or_raise_checkpoint_error(tmp_path):
     value = {"items": [argparse.Namespace(shape=(1, 2), name="x" * 40, big=2**70)] * 3, "rest": {1, 2}}
     names = record_names("argparse.Namespace")
     for protocol in (2, 4):
         data = pickle.dumps(value, protocol)
         for end in range(len(data)):
-            refused(data[:end])
-        draw = random.Random(0)
+            check_rejected(data[:end])
+        generator = random.Random(0)
         for _ in range(3000):
             changed = bytearray(data)
-            for _ in range(draw.choice((1, 2, 4))):
-                changed[draw.randrange(len(data))] = draw.randrange(256)
+            for _ in range(generator.choice((1, 2, 4))):
+                changed[generator.randrange(len(data))] = generator.randrange(256)
             try:
                 unpickle(bytes(changed), "here", names)
             except CheckpointError as error:
                 assert str(error).startswith("here ")
 
 
-def test_pickle_itself_would_have_run_it(tmp_path):
-    """The bombs of these tests are live."""
+def test_bombs_run_under_plain_pickle(tmp_path):
+    """Confirms that the bombs of these tests run code."""
     canary = tmp_path / "canary"
     bomb = tmp_path / "bomb"
     bomb.write_bytes(pickle.dumps(system(f"touch {canary}")))

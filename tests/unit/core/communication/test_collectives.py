@@ -1,4 +1,4 @@
-"""Each collective's forward and backward against the same formula in one process, for sizes that do not divide."""
+"""Tests of the forward and backward of each collective against single-process formulas, for indivisible sizes too."""
 
 import pytest
 import torch
@@ -8,14 +8,14 @@ from hf_megatron.core.communication import collectives as c
 from hf_megatron.core.fork_harness import run_ranks
 
 
-def _unsharded(size: int) -> torch.Tensor:
+def _make_input(size: int) -> torch.Tensor:
     return torch.arange(2.0 * size * 3).view(2, size, 3)
 
 
 def _on_rank(name: str, size: int):
-    """Returns (forward equals, backward equals) for `sum(y * w)` with weights that differ from rank to rank."""
+    """Returns (forward equal, backward equal, output contiguous) for `sum(y * w)` with per-rank weights `w`."""
     group, rank, ranks = dist.group.WORLD, dist.get_rank(), dist.get_world_size()
-    unsharded = _unsharded(size)
+    unsharded = _make_input(size)
     start, stop = c.bounds(size, ranks, rank)
     shard = unsharded[:, start:stop]
     inputs = [unsharded * (r + 1) for r in range(ranks)]

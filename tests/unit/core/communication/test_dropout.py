@@ -1,4 +1,4 @@
-"""Dropout masks: equal where the activation is replicated, different where it is sharded, identical in recompute."""
+"""Tests of dropout masks: equal on replicated activations, different on sharded ones, identical in recompute."""
 
 import pytest
 import torch
@@ -11,13 +11,13 @@ from hf_megatron.core.communication.rng import StreamOfPart
 from hf_megatron.core.fork_harness import run_ranks
 from hf_megatron.models.verification_gate import ConfigUnderTest
 
-# The calls of two layers: attention map, attention output, MLP output; the embedding's comes first.
+# Dropout calls of two layers: embedding first, then attention map, attention output and MLP output per layer.
 FORWARD = ["embedding", "map 0", "attention 0", "mlp 0", "map 1", "attention 1", "mlp 1"]
 RECOMPUTED = ["map 1", "attention 1", "mlp 1", "map 0", "attention 0", "mlp 0"]
 
 
-def masks(path, sequence_parallel, checkpointing, seed_by_rank):
-    """The zeroed entries of every dropout's output, in the order of calls."""
+def collect_dropout_masks(path, sequence_parallel, checkpointing, seed_by_rank):
+    """Returns the zeroed entries of every dropout output, in call order."""
     model = AutoModelForCausalLM.from_pretrained(
         path,
         megatron_config=ConfigUnderTest(tp_size=2, sequence_parallel=sequence_parallel),
@@ -25,22 +25,22 @@ def masks(path, sequence_parallel, checkpointing, seed_by_rank):
     ).train()
     if checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    found, dropout = [], nn.functional.dropout
+    zero_masks, dropout = [], nn.functional.dropout
 
     @shard_safe
-    def recording(x, *args, **kwargs):
+    def record_mask(x, *args, **kwargs):
         output = dropout(torch.ones_like(x), *args, **kwargs)
-        found.append(output == 0)
+        zero_masks.append(output == 0)
         return x * output
 
-    nn.functional.dropout = recording
+    nn.functional.dropout = record_mask
     set_seed(torch.distributed.get_rank() if seed_by_rank else 0)
     ids = torch.arange(2 * 8).view(2, 8)
     with set_checkpoint_early_stop(False):
         model(input_ids=ids, labels=ids).loss.backward()
     names = FORWARD + (RECOMPUTED if checkpointing else [])
-    assert len(found) == len(names)
-    return list(zip(names, found, strict=True))
+    assert len(zero_masks) == len(names)
+    return list(zip(names, zero_masks, strict=True))
 
 
 @pytest.fixture(scope="module")
@@ -54,38 +54,38 @@ def gpt2(tmp_path_factory):
 
 @pytest.mark.parametrize("seed_by_rank", [False, True])
 def test_tensor_parallel(gpt2, seed_by_rank):
-    first, second = run_ranks(masks, 2, gpt2, False, False, seed_by_rank)
+    first, second = run_ranks(collect_dropout_masks, 2, gpt2, False, False, seed_by_rank)
     for (name, mask), (_, other) in zip(first, second, strict=True):
         assert mask.any() and not mask.all()
-        # The attention maps are split by heads, everything else is on every rank.
+        # Attention maps are split by heads; all other activations are replicated.
         assert torch.equal(mask, other) == ("map" not in name), name
 
 
 def test_sequence_parallel(gpt2):
-    first, second = run_ranks(masks, 2, gpt2, True, False, False)
+    first, second = run_ranks(collect_dropout_masks, 2, gpt2, True, False, False)
     for (name, mask), (_, other) in zip(first, second, strict=True):
         assert torch.equal(mask, other) == (name == "embedding"), name
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_recompute_draws_the_same_masks(gpt2, sequence_parallel):
-    for found in run_ranks(masks, 2, gpt2, sequence_parallel, True, False):
-        forward = dict(found[: len(FORWARD)])
-        for name, mask in found[len(FORWARD) :]:
+    for named_masks in run_ranks(collect_dropout_masks, 2, gpt2, sequence_parallel, True, False):
+        forward = dict(named_masks[: len(FORWARD)])
+        for name, mask in named_masks[len(FORWARD) :]:
             assert torch.equal(mask, forward[name]), name
 
 
-def test_the_reference_of_this_test_can_fail():
-    """Without a restored state a recomputed mask differs: the comparison above is not vacuous."""
-    dropout, seen = nn.Dropout(0.5), []
-    dropout.register_forward_hook(lambda m, a, output: seen.append(output == 0))
+def test_masks_differ_without_rng_state_restore():
+    """Without a restored RNG state the recomputed mask differs, so the comparison above can fail."""
+    dropout, zero_masks = nn.Dropout(0.5), []
+    dropout.register_forward_hook(lambda m, a, output: zero_masks.append(output == 0))
     x = torch.ones(64, requires_grad=True)
     with set_checkpoint_early_stop(False):
         checkpoint(dropout, x, use_reentrant=False, preserve_rng_state=False).sum().backward()
-    assert not torch.equal(*seen)
+    assert not torch.equal(*zero_masks)
 
 
-def test_no_dropout_costs_no_random_numbers(stories):
+def test_model_without_dropout_leaves_rng_unchanged(stories):
     def draw():
         model = AutoModelForCausalLM.from_pretrained(stories, megatron_config=MegatronConfig(tp_size=2)).train()
         torch.manual_seed(7)
@@ -97,19 +97,19 @@ def test_no_dropout_costs_no_random_numbers(stories):
     assert run_ranks(draw, 2) == [torch.rand(1).item()] * 2
 
 
-def test_ranks_of_a_row_draw_apart_and_go_on_identically():
-    """Tokens of different ranks have masks of their own; what follows is drawn from one stream again."""
-    found = []
+def test_rank_local_rng_restores_shared_state():
+    """Each rank draws local masks for its tokens, then continues from the shared RNG state."""
+    results = []
     for rank, draws in ((0, True), (1, True), (0, False)):
         torch.manual_seed(5)
         before = torch.get_rng_state()
         stream = StreamOfPart(torch.device("cpu"), rank)
         stream.enter()
-        part = torch.rand(8) if draws else None
+        values = torch.rand(8) if draws else None
         stream.leave()
         stream.leave()
-        found.append((part, torch.get_rng_state(), before))
-    (first, after, _), (second, other, _), (_, unmoved, before) = found
+        results.append((values, torch.get_rng_state(), before))
+    (first, after, _), (second, other, _), (_, unmoved, before) = results
     assert not torch.equal(first, second)
     assert torch.equal(after, other) and not torch.equal(after, before)
     assert torch.equal(unmoved, before)

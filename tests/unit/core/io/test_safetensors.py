@@ -1,4 +1,4 @@
-"""The one writer of safetensors files, read back by the safetensors package, and what it refuses."""
+"""Tests of the safetensors writer and readers against the safetensors package, and of rejected files."""
 
 import json
 
@@ -20,18 +20,18 @@ from hf_megatron.core.io.safetensors import (
 )
 
 
-def tensors():
+def make_tensors():
     generator = torch.Generator().manual_seed(0)
-    found = {str(dtype): torch.randint(0, 2, (3, 5), generator=generator).to(dtype) for dtype in DTYPES}
+    by_dtype = {str(dtype): torch.randint(0, 2, (3, 5), generator=generator).to(dtype) for dtype in DTYPES}
     return {
-        **found,
+        **by_dtype,
         "empty": torch.empty(0, 4),
         "scalar": torch.tensor(2.5),
         "columns": torch.arange(12.0).view(3, 4).T,
     }
 
 
-def write(path, content, names, hashed=True):
+def write_file(path, content, names, hashed=True):
     file = NewFile(path, hashed)
     writer = SafetensorsWriter(file, widest_first({name: TensorMeta.of(tensor) for name, tensor in content.items()}))
     for name in names:
@@ -42,15 +42,15 @@ def write(path, content, names, hashed=True):
 
 
 @pytest.mark.parametrize("hashed", [True, False])
-def test_what_is_written_is_read_by_the_package_and_by_us(hashed, tmp_path):
-    content = tensors()
+def test_written_file_loads_with_all_readers(hashed, tmp_path):
+    content = make_tensors()
     ordered = list(widest_first({name: TensorMeta.of(tensor) for name, tensor in content.items()}))
-    file = write(tmp_path / "a.safetensors", content, ordered if hashed else reversed(ordered), hashed)
-    found = load_file(tmp_path / "a.safetensors")
-    ours, mapped = SafetensorsFile(tmp_path / "a.safetensors"), MappedSafetensors(tmp_path / "a.safetensors")
-    assert found.keys() == content.keys() == ours.locations.keys()
+    file = write_file(tmp_path / "a.safetensors", content, ordered if hashed else reversed(ordered), hashed)
+    loaded = load_file(tmp_path / "a.safetensors")
+    reader, mapped = SafetensorsFile(tmp_path / "a.safetensors"), MappedSafetensors(tmp_path / "a.safetensors")
+    assert loaded.keys() == content.keys() == reader.locations.keys()
     for name, tensor in content.items():
-        for other in (found[name], ours.read(name), mapped.tensor(name).view(tensor.shape)):
+        for other in (loaded[name], reader.read(name), mapped.tensor(name).view(tensor.shape)):
             assert other.dtype == tensor.dtype and torch.equal(other.float(), tensor.float())
     with safe_open(tmp_path / "a.safetensors", "pt") as opened:
         assert opened.metadata() == {"format": "pt"}
@@ -60,20 +60,20 @@ def test_what_is_written_is_read_by_the_package_and_by_us(hashed, tmp_path):
         assert location.start % content[name].element_size() == 0, name
 
 
-def test_bytes_do_not_depend_on_the_order_they_come_in(tmp_path):
-    content = tensors()
+def test_bytes_do_not_depend_on_write_order(tmp_path):
+    content = make_tensors()
     ordered = list(widest_first({name: TensorMeta.of(tensor) for name, tensor in content.items()}))
-    write(tmp_path / "a", content, ordered)
-    write(tmp_path / "b", content, sorted(ordered), hashed=False)
+    write_file(tmp_path / "a", content, ordered)
+    write_file(tmp_path / "b", content, sorted(ordered), hashed=False)
     assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
 
 
-def test_what_was_not_planned_is_refused(tmp_path):
+def test_unplanned_tensors_are_rejected(tmp_path):
     content = {"a": torch.ones(2), "b": torch.ones(3), "c": torch.ones(1)}
     meta = {name: TensorMeta.of(tensor) for name, tensor in content.items()}
     writer = SafetensorsWriter(NewFile(tmp_path / "x"), meta)
     writer.write("a", content["a"])
-    for name, tensor, said in (
+    for name, tensor, message in (
         ("a", content["a"], "expected None"),
         ("z", content["a"], "expected None"),
         ("b", torch.ones(2), "b (2,)"),
@@ -81,14 +81,14 @@ def test_what_was_not_planned_is_refused(tmp_path):
     ):
         with pytest.raises(CheckpointError) as caught:
             writer.write(name, tensor)
-        assert said in str(caught.value)
+        assert message in str(caught.value)
     with pytest.raises(CheckpointError, match="never written"):
         SafetensorsWriter(NewFile(tmp_path / "y"), meta).finish()
     with pytest.raises(CheckpointError, match="complex64 cannot be stored"):
         SafetensorsWriter(NewFile(tmp_path / "z"), {"a": TensorMeta((1,), torch.complex64)})
 
 
-def test_the_digest_is_of_what_was_handed_in(tmp_path):
+def test_digest_matches_written_bytes(tmp_path):
     file = NewFile(tmp_path / "x")
     file.write(b"abc")
     file.write_tensor(torch.arange(100_000))
@@ -99,10 +99,10 @@ def test_the_digest_is_of_what_was_handed_in(tmp_path):
 
 
 @pytest.mark.parametrize("by", [-1, 1, 8])
-def test_a_header_of_another_length_moves_no_tensor(by, tmp_path):
+def test_wrong_header_length_is_rejected(by, tmp_path):
     path = tmp_path / "a.safetensors"
     content = {"a": torch.arange(6.0), "b": torch.arange(4.0)}
-    write(path, content, list(content))
+    write_file(path, content, list(content))
     data = path.read_bytes()
     length = int.from_bytes(data[:8], "little")
     header = data[8 : 8 + length].rstrip() + b" " * (length - len(data[8 : 8 + length].rstrip()))
@@ -111,12 +111,12 @@ def test_a_header_of_another_length_moves_no_tensor(by, tmp_path):
         read_header(path)
 
 
-# Nobody has the four bytes between them.
-PLACES = {"a": [0, 4], "b": [8, 12]}
+# No tensor owns the four bytes between them.
+DATA_OFFSETS = {"a": [0, 4], "b": [8, 12]}
 
 
-def test_every_byte_is_one_tensors(tmp_path):
-    header = {name: {"dtype": "F32", "shape": [1], "data_offsets": places} for name, places in PLACES.items()}
+def test_gap_between_tensors_is_rejected(tmp_path):
+    header = {name: {"dtype": "F32", "shape": [1], "data_offsets": offsets} for name, offsets in DATA_OFFSETS.items()}
     text = json.dumps(header).encode()
     (tmp_path / "a.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + bytes(12))
     with pytest.raises(CheckpointError, match="does not cover the file exactly"):

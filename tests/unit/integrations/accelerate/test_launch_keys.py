@@ -1,4 +1,4 @@
-"""Every key accelerate's launcher exports is honoured or refused by name, and HF_MEGATRON_* sets every field."""
+"""Tests of accelerate's launcher keys, each honored or rejected by name, and of the HF_MEGATRON_* variables."""
 
 import dataclasses
 import re
@@ -19,15 +19,15 @@ from hf_megatron.integrations.accelerate.launch_keys import (
 )
 from hf_megatron.integrations.accelerate.plugin import get_plugin_config
 
-LAUNCHED = {"HF_MEGATRON_LAUNCH": "true"}
+LAUNCH_ENVIRONMENT = {"HF_MEGATRON_LAUNCH": "true"}
 
 
 def block(**keys):
-    return LAUNCHED | {PREFIX + name.upper(): str(value) for name, value in keys.items()}
+    return LAUNCH_ENVIRONMENT | {PREFIX + name.upper(): str(value) for name, value in keys.items()}
 
 
-def exported(**keys):
-    """What `accelerate launch` exports for a `megatron_lm_config` with these keys."""
+def export_keys(**keys):
+    """Returns the environment that `accelerate launch` exports for a `megatron_lm_config` with these keys."""
     parser = launch_command_parser()
     args = parser.parse_args(["--use_megatron_lm", "--num_processes", "2", "--num_machines", "1", "script.py"])
     args.mixed_precision, args.dynamo_backend, args.num_cpu_threads_per_process = "no", "no", 1
@@ -36,13 +36,13 @@ def exported(**keys):
         setattr(args, f"megatron_lm_{name}", value)
     environment = prepare_multi_gpu_env(args)
     assert environment["ACCELERATE_USE_MEGATRON_LM"] == "true"
-    return LAUNCHED | {name: value for name, value in environment.items() if name.startswith(PREFIX)}
+    return LAUNCH_ENVIRONMENT | {name: value for name, value in environment.items() if name.startswith(PREFIX)}
 
 
-def test_the_table_has_every_key_that_the_launcher_exports():
-    everything = exported(**dict.fromkeys(LAUNCH_KEYS, 1))
+def test_table_has_every_exported_launcher_key():
+    everything = export_keys(**dict.fromkeys(LAUNCH_KEYS, 1))
     assert {name[len(PREFIX) :].lower() for name in everything if name.startswith(PREFIX)} == set(LAUNCH_KEYS)
-    # And the launcher's source and the plugin's name no other.
+    # The source of the launcher and of the plugin contains no other key.
     package = Path(accelerate.__file__).parent / "utils"
     for file in ("launch.py", "dataclasses.py"):
         text = (package / file).read_text(encoding="utf-8")
@@ -52,19 +52,19 @@ def test_the_table_has_every_key_that_the_launcher_exports():
         assert {name.lower() for name in re.findall(r'prefix \+ "([A-Z0-9_]+)"', section)} == set(LAUNCH_KEYS)
 
 
-def test_the_table_has_the_defaults_of_accelerate():
+def test_table_defaults_match_accelerate():
     plugin = MegatronLMPlugin()
     assert {name: getattr(plugin, name) for name in LAUNCH_KEYS} == {name: k.default for name, k in LAUNCH_KEYS.items()}
     assert get_plugin_config(plugin) == MegatronConfig()
 
 
-def test_what_the_launcher_exports_without_a_request_passes():
-    assert config_from_environment(exported()) == MegatronConfig(gradient_clipping=1.0)
+def test_default_launcher_environment_is_accepted():
+    assert config_from_environment(export_keys()) == MegatronConfig(gradient_clipping=1.0)
 
 
-def test_what_accelerate_config_writes_is_honoured():
-    """The answers `accelerate config` suggests, with tp 2."""
-    environment = exported(
+def test_accelerate_config_answers_are_honored():
+    """Uses the answers that `accelerate config` suggests, with tp_degree 2."""
+    environment = export_keys(
         tp_degree=2,
         sequence_parallelism=True,
         pp_degree=1,
@@ -116,7 +116,7 @@ def test_what_accelerate_config_writes_is_honoured():
     ],
     ids=str,
 )
-def test_honoured(keys, fields):
+def test_supported_keys_are_honored(keys, fields):
     assert config_from_environment(block(**keys)) == MegatronConfig(**fields)
 
 
@@ -142,16 +142,16 @@ def test_honoured(keys, fields):
         ("use_rotary_position_embeddings", True, ["leave it out"]),
     ],
 )
-def test_refused_by_name(key, value, words):
+def test_unsupported_keys_are_rejected_by_name(key, value, words):
     with pytest.raises(UnsupportedError) as error:
         config_from_environment(block(**{key: value}))
-    named = () if words[0].endswith("_size") else (f"megatron_lm_{key}", PREFIX + key.upper())
-    assert all(word in str(error.value) for word in (*words, *named)), error.value
+    key_names = () if words[0].endswith("_size") else (f"megatron_lm_{key}", PREFIX + key.upper())
+    assert all(word in str(error.value) for word in (*words, *key_names)), error.value
 
 
-def test_every_key_without_a_field_is_refused_somewhere():
-    refused = {mark[0] for mark in test_refused_by_name.pytestmark[0].args[1]}
-    assert {name for name, key in LAUNCH_KEYS.items() if key.field is None} <= refused
+def test_every_key_without_a_field_has_a_rejection_case():
+    rejected_keys = {mark[0] for mark in test_unsupported_keys_are_rejected_by_name.pytestmark[0].args[1]}
+    assert {name for name, key in LAUNCH_KEYS.items() if key.field is None} <= rejected_keys
 
 
 @pytest.mark.parametrize(
@@ -175,7 +175,7 @@ def test_every_key_without_a_field_is_refused_somewhere():
     ],
     ids=str,
 )
-def test_what_cannot_be_read_is_named(environment, words):
+def test_unreadable_values_are_named(environment, words):
     with pytest.raises(ConfigError) as error:
         config_from_environment(environment)
     assert all(word in str(error.value) for word in words), error.value
@@ -211,7 +211,7 @@ def test_every_field_can_be_set_by_a_variable():
         "seed": -7,
         "timeout": 60.5,
     }
-    # A field added later has no value here; it is read by its type all the same.
+    # Fields without a value here are parsed by their type as well.
     assert set(values) <= {field.name for field in dataclasses.fields(MegatronConfig)}
     environment = {f"HF_MEGATRON_{name.upper()}": str(value) for name, value in values.items()}
     assert config_from_environment(environment) == MegatronConfig(**values)
@@ -219,7 +219,7 @@ def test_every_field_can_be_set_by_a_variable():
         assert config_from_environment({f"HF_MEGATRON_{field.name.upper()}": str(field.default)}) == MegatronConfig()
 
 
-def test_variables_go_before_the_block():
+def test_field_variables_override_launcher_keys():
     environment = block(tp_degree=4, sequence_parallelism=True, use_distributed_optimizer=False)
     environment |= {"HF_MEGATRON_TP_SIZE": "2", "HF_MEGATRON_ZERO_STAGE": "3", "HF_MEGATRON_LAUNCH": "true"}
     assert config_from_environment(environment) == MegatronConfig(tp_size=2, sequence_parallel=True, zero_stage=3)
@@ -230,23 +230,23 @@ def test_variables_go_before_the_block():
 
 
 @pytest.mark.parametrize("text", ["2,3", "[2, 3]", "(2, 3)"])
-def test_a_partition_is_a_list_in_a_variable(text):
+def test_pipeline_partition_variable_is_a_list(text):
     assert config_from_environment({"HF_MEGATRON_PIPELINE_PARTITION": text}).pipeline_partition == (2, 3)
 
 
-def test_a_block_that_was_not_launched_is_not_read():
+def test_launcher_keys_are_ignored_without_launch():
     environment = {"MEGATRON_LM_TP_DEGREE": "2"}
     assert config_from_environment(environment) == MegatronConfig()
     assert config_from_environment(environment | {"ACCELERATE_USE_MEGATRON_LM": "true"}).tp_size == 2
 
 
 @pytest.mark.parametrize("value", [0, -1.0, float("nan"), float("inf"), True, "1.0"])
-def test_gradient_clipping_is_a_norm(value):
+def test_invalid_gradient_clipping_is_rejected(value):
     with pytest.raises(ConfigError, match="gradient_clipping"):
         MegatronConfig(gradient_clipping=value)
 
 
-def test_accelerates_own_plugin_is_read(monkeypatch):
+def test_megatron_lm_plugin_is_read(monkeypatch):
     assert get_plugin_config(MegatronLMPlugin(pp_degree=2, num_micro_batches=4)) == MegatronConfig(
         pp_size=2, num_microbatches=4
     )
@@ -273,7 +273,7 @@ def test_accelerates_own_plugin_is_read(monkeypatch):
     ],
     ids=str,
 )
-def test_attributes_of_accelerates_plugin_without_a_counterpart_are_refused(arguments):
+def test_unsupported_plugin_attributes_are_rejected(arguments):
     with pytest.raises(UnsupportedError, match=next(iter(arguments))):
         get_plugin_config(MegatronLMPlugin(**arguments))
 
@@ -292,7 +292,7 @@ def test_megatron_plugin(monkeypatch):
         MegatronPlugin(tpsize=2)
 
 
-def test_layouts_of_frozen_models_travel_in_variables():
+def test_frozen_model_layouts_round_trip_in_variables():
     layout = MegatronConfig(tp_size=2, frozen_models={"reference": {"zero_stage": 3}})
     assert MegatronConfig.from_dict(parse_field_variables(format_field_variables(layout.to_dict()), ())) == layout
     with pytest.raises(ConfigError, match="HF_MEGATRON_FROZEN_MODELS = 'reference': expected JSON"):

@@ -1,4 +1,4 @@
-"""Videos go with the rows in which their placeholders stand."""
+"""Tests that videos follow the samples that contain their placeholders."""
 
 import pytest
 import torch
@@ -11,8 +11,8 @@ from hf_megatron.models.modalities.videos import rows_with_videos
 from hf_megatron.pipeline_parallel.microbatches import split
 
 IMAGE, VIDEO = 9, 8
-# An image and a video, then two videos, the second one frame by frame, then none.
-ROWS = [
+# Sample 0: an image and a video. Sample 1: two videos, the second frame by frame. Sample 2: text only.
+INPUT_IDS = [
     [1, IMAGE, 2, VIDEO, VIDEO, 3, 4, 5, 6],
     [VIDEO, VIDEO, 1, VIDEO, 2, VIDEO, 3, 4, 5],
     [1, 2, 3, 4, 5, 6, 7, 1, 2],
@@ -20,9 +20,9 @@ ROWS = [
 QWEN = Qwen2VLConfig(image_token_id=IMAGE, video_token_id=VIDEO)
 
 
-def patches():
+def make_batch():
     return {
-        "input_ids": torch.tensor(ROWS),
+        "input_ids": torch.tensor(INPUT_IDS),
         "pixel_values": torch.arange(4.0).view(4, 1),
         "image_grid_thw": torch.tensor([[1, 2, 2]]),
         "pixel_values_videos": torch.arange(24.0).view(24, 1),
@@ -31,8 +31,8 @@ def patches():
     }
 
 
-def test_patches_of_videos_with_images():
-    first, second, third = split(patches(), 3, QWEN)
+def test_video_patches_with_images():
+    first, second, third = split(make_batch(), 3, QWEN)
     assert first["pixel_values"].shape[0] == 4 and first["pixel_values_videos"].flatten().tolist() == list(range(8))
     assert "pixel_values" not in second
     assert second["pixel_values_videos"].flatten().tolist() == list(range(8, 24))
@@ -41,37 +41,37 @@ def test_patches_of_videos_with_images():
 
 
 def test_full_frames():
-    batch = {"input_ids": torch.tensor(ROWS), "pixel_values_videos": torch.arange(6.0).view(3, 2, 1, 1, 1)}
+    batch = {"input_ids": torch.tensor(INPUT_IDS), "pixel_values_videos": torch.arange(6.0).view(3, 2, 1, 1, 1)}
     config = LlavaNextVideoConfig(image_token_id=IMAGE, video_token_id=VIDEO)
-    found = [rows_with_videos(batch, slice(row, row + 1), config) for row in range(3)]
-    assert [videos["pixel_values_videos"].flatten().tolist() for videos in found[:2]] == [[0, 1], [2, 3, 4, 5]]
-    assert found[2] == {}
+    batches = [rows_with_videos(batch, slice(sample, sample + 1), config) for sample in range(3)]
+    assert [videos["pixel_values_videos"].flatten().tolist() for videos in batches[:2]] == [[0, 1], [2, 3, 4, 5]]
+    assert batches[2] == {}
 
 
-def test_placeholders_of_images_stand_for_videos_where_there_are_no_others():
-    ids = torch.tensor(ROWS)
-    batch = patches() | {"input_ids": ids.masked_fill(ids == IMAGE, 1).masked_fill(ids == VIDEO, IMAGE)}
+def test_image_placeholders_are_used_for_videos():
+    ids = torch.tensor(INPUT_IDS)
+    batch = make_batch() | {"input_ids": ids.masked_fill(ids == IMAGE, 1).masked_fill(ids == VIDEO, IMAGE)}
     del batch["pixel_values"], batch["image_grid_thw"]
     first, second, third = split(batch, 3, Glm4vConfig(image_token_id=IMAGE, video_token_id=VIDEO))
     assert len(first["pixel_values_videos"]) == 8 and len(second["pixel_values_videos"]) == 16
     assert third.keys() == {"input_ids"}
 
 
-def test_later_stages_are_given_no_pixels():
-    assert without_pixels(patches()).keys() == patches().keys() - {"pixel_values", "pixel_values_videos"}
+def test_later_stages_get_no_pixels():
+    assert without_pixels(make_batch()).keys() == make_batch().keys() - {"pixel_values", "pixel_values_videos"}
 
 
 @pytest.mark.parametrize("ids", [[[VIDEO, VIDEO], [1, 2]], [[VIDEO, VIDEO, VIDEO], [VIDEO, VIDEO, VIDEO]]])
-def test_placeholders_that_fit_no_video_are_refused(ids):
-    batch = patches() | {"input_ids": torch.tensor(ids), "pixel_values": None}
+def test_unmatched_video_placeholders_are_rejected(ids):
+    batch = make_batch() | {"input_ids": torch.tensor(ids), "pixel_values": None}
     with pytest.raises(ConfigError, match=r"video placeholders|one video span two samples"):
         multimodal_samples(batch, slice(0, 1), QWEN)
 
 
-def test_videos_that_were_not_compared_and_audio_of_models_without_are_refused():
+def test_unverified_videos_and_audio_are_rejected():
     with pytest.raises(UnsupportedError, match=r"pixel_values_videos.*audio of verified model types"):
-        split(patches(), 3, QWEN, modalities={"audio"})
+        split(make_batch(), 3, QWEN, modalities={"audio"})
     with pytest.raises(UnsupportedError, match="num_frames_per_video"):
-        split(patches() | {"num_frames_per_video": torch.tensor([2, 2, 2])}, 3, QWEN)
+        split(make_batch() | {"num_frames_per_video": torch.tensor([2, 2, 2])}, 3, QWEN)
     with pytest.raises(UnsupportedError, match="input_features"):
-        split(patches() | {"input_features": torch.zeros(3, 4)}, 3, QWEN)
+        split(make_batch() | {"input_features": torch.zeros(3, 4)}, 3, QWEN)
