@@ -16,7 +16,7 @@ def compile_layers(model):
         layer.compile(backend="aot_eager", fullgraph=True)
 
 
-def test_compiled_layers_equal_one_process():
+def test_compiled_layers_match_single_process():
     tiny_model = make_tiny_model(CONFIG_MAPPING["qwen3"]())
     [layout] = parse_layouts("tp2+sp")
     comparison = check_tiny_model(tiny_model, layout, prepare=compile_layers, timeout=300)

@@ -83,9 +83,9 @@ def compare(stories, tmp_path, layout=TP2_SP, tolerance=2e-5, **kwargs):
     dp_size = layout.dp_size or 1
     one = kwargs | {"per_device_train_batch_size": 2 * dp_size, "per_device_eval_batch_size": 3 * dp_size}
     expected = trained_alone(train, stories, **one)
-    found = run_ranks(train, layout.tp_size * dp_size, stories, tmp_path, layout, timeout=200, **kwargs)
+    results = run_ranks(train, layout.tp_size * dp_size, stories, tmp_path, layout, timeout=200, **kwargs)
     assert len(expected[0]) >= 6
-    for log, predictions, test_loss, _ in found:
+    for log, predictions, test_loss, _ in results:
         assert len(log) == len(expected[0])
         for entry, reference in zip(log, expected[0], strict=True):
             assert entry == pytest.approx(reference, rel=tolerance)
@@ -93,7 +93,7 @@ def compare(stories, tmp_path, layout=TP2_SP, tolerance=2e-5, **kwargs):
         assert test_loss == pytest.approx(expected[2], rel=tolerance)
     for name, weight in expected[3].items():
         torch.testing.assert_close(
-            found[0][3][name], weight, rtol=0, atol=3e-4, msg=lambda m, name=name: f"{name}: {m}"
+            results[0][3][name], weight, rtol=0, atol=3e-4, msg=lambda m, name=name: f"{name}: {m}"
         )
 
 
@@ -115,7 +115,7 @@ def test_data_parallel(stories, tmp_path, layout):
     compare(stories, tmp_path, layout)
 
 
-def test_own_compute_loss_and_steps_that_are_not_logged(stories, tmp_path):
+def test_custom_compute_loss_with_unlogged_steps(stories, tmp_path):
     """The last batch of an epoch is not full, and the mean over the training has steps since the last log."""
     compare(stories, tmp_path, MegatronConfig(dp_size=2), kind=OwnLoss, logging_steps=4, eval_steps=1)
 
@@ -171,7 +171,7 @@ def test_load_best_model_at_end(stories, tmp_path):
     )
 
 
-def test_other_engines_and_full_model_compile_are_refused_by_name(stories, tmp_path):
+def test_fsdp_deepspeed_and_torch_compile_are_rejected(stories, tmp_path):
     from hf_megatron import UnsupportedError
 
     def build():

@@ -82,13 +82,13 @@ def layout(text):
 
 def preferences(count, seed=0):
     """Prompts with a better and a worse end, of unequal lengths."""
-    found = []
+    pairs = []
     for number in range(seed, seed + count):
         animal, place = ANIMALS[number % 5], PLACES[number % 4]
         chosen = f" It was happy and ran to the {PLACES[(number + 1) % 4]}." + " They played." * (number % 3)
         prompt = f"Once upon a time a {animal} lived in the {place}."
-        found.append({"prompt": prompt, "chosen": chosen, "rejected": f" The {animal} {place} {place}."})
-    return found
+        pairs.append({"prompt": prompt, "chosen": chosen, "rejected": f" The {animal} {place} {place}."})
+    return pairs
 
 
 def completions(count, seed=0):
@@ -99,7 +99,7 @@ def texts(count, seed=0):
     return [{"text": row["prompt"] + row["chosen"]} for row in preferences(count, seed)]
 
 
-def on_disk(dataset, directory):
+def save_and_reload(dataset, directory):
     if dist.get_rank() == 0:
         dataset.save_to_disk(directory)
     dist.barrier()
@@ -154,7 +154,9 @@ def train(
     datasets = [Dataset.from_list(samples(8)), Dataset.from_list(samples(4, 3))]
     if kwargs.get("precompute_ref_log_probs"):
         # Ranks read what the first one computed from beside a dataset's file.
-        datasets = [on_disk(dataset, output / name) for dataset, name in zip(datasets, ("train", "eval"), strict=True)]
+        datasets = [
+            save_and_reload(dataset, output / name) for dataset, name in zip(datasets, ("train", "eval"), strict=True)
+        ]
     trainer = trainer_class(
         model=model,
         args=config_class(str(output), **(DEFAULTS | sizes | kwargs)),
@@ -179,24 +181,26 @@ def train(
 def compare(stories, tmp_path, text, trainer_class, samples, tolerance=2e-5, absolute=1e-5, **kwargs):
     config = layout(text) if isinstance(text, str) else text
     expected = trained_alone(train, stories, trainer_class, samples, **kwargs)
-    found = run_ranks(train, ranks_of(config), stories, tmp_path, config, trainer_class, samples, timeout=200, **kwargs)
+    results = run_ranks(
+        train, ranks_of(config), stories, tmp_path, config, trainer_class, samples, timeout=200, **kwargs
+    )
     assert len(expected[0]) >= 3
-    for log, _, _ in found:
-        assert log == found[0][0], "every rank logs the same"
+    for log, _, _ in results:
+        assert log == results[0][0], "every rank logs the same"
         assert len(log) == len(expected[0])
         for entry, other in zip(log, expected[0], strict=True):
             assert {name: value for name, value in entry.items() if value is None} == {
                 name: value for name, value in other.items() if value is None
             }
-            known = {name: value for name, value in other.items() if value is not None}
-            assert {name: entry[name] for name in known} == pytest.approx(known, rel=tolerance, abs=absolute)
+            reference = {name: value for name, value in other.items() if value is not None}
+            assert {name: entry[name] for name in reference} == pytest.approx(reference, rel=tolerance, abs=absolute)
             assert len(entry) == len(other)
     for name, weight in expected[1].items():
         # AdamW makes steps of up to the rate, 1e-3, of gradients that are round-off: a few entries of thousands.
-        difference = found[0][1][name] - weight
+        difference = results[0][1][name] - weight
         assert difference.abs().max() <= 1e-3, name
         assert difference.pow(2).mean().sqrt() <= 5e-5, name
-    return [shape for _, _, shapes in found for shape in shapes]
+    return [shape for _, _, shapes in results for shape in shapes]
 
 
 @pytest.mark.parametrize("text", LAYOUTS)
@@ -220,7 +224,7 @@ def test_reward(stories, tmp_path, text):
     compare(stories, tmp_path, text, RewardTrainer, preferences, center_rewards_coefficient=0.1, **options)
 
 
-def test_evaluation_without_a_target(stories, tmp_path):
+def test_evaluation_without_targets(stories, tmp_path):
     rows = Dataset.from_list([{"input_ids": [5, 6, 7, 8], "labels": [-100] * 4}] * 4)
 
     def evaluate(config=None):
@@ -254,7 +258,7 @@ def parallelized_reference(path, config, factor=0.98):
     return model
 
 
-def unlike_reference(path, config):
+def reordering_reference(path, config):
     """Puts the rows of a batch in another order than the policy."""
     return parallelized_reference(path, config, factor=0.5)
 
@@ -305,7 +309,7 @@ DIVERGENCES = ("reverse_kl", "forward_kl", "js_divergence", "alpha_divergence")
 
 
 @pytest.mark.parametrize("text", ["tp2", "pp2", "dp2"])
-def test_every_loss_of_dpo(stories, tmp_path, text):
+def test_every_dpo_loss_type(stories, tmp_path, text):
     """Weights that tell one from the other."""
     kinds = OVER_ROWS + ([] if "dp" in text and not ASKS_FOR_SCORES else list(OVER_THE_BATCH))
     options = {"loss_type": kinds, "loss_weights": [0.1 + 0.05 * number for number in range(len(kinds))]}
@@ -314,7 +318,7 @@ def test_every_loss_of_dpo(stories, tmp_path, text):
 
 
 @pytest.mark.parametrize("kind", DIVERGENCES)
-def test_every_divergence_of_dpo(stories, tmp_path, kind):
+def test_every_dpo_divergence(stories, tmp_path, kind):
     options = {"f_divergence_type": kind, "ref_model": parallelized_reference, "max_steps": 2, "eval_steps": 2}
     options["learning_rate"] = 1e-4
     compare(stories, tmp_path, "tp2+pp2", DPOTrainer, preferences, tolerance=1e-4, **options)
@@ -324,25 +328,25 @@ def test_every_divergence_of_dpo(stories, tmp_path, kind):
     ("trainer_class", "samples", "options"),
     [(SFTTrainer, texts, PACKED), (DPOTrainer, preferences, {})],
 )
-def test_thirty_steps_of_rows_over_ranks(stories, tmp_path, trainer_class, samples, options):
+def test_thirty_context_parallel_steps(stories, tmp_path, trainer_class, samples, options):
     """What two ranks of a row round otherwise stays small over a run."""
     schedule = {"max_steps": 30, "eval_steps": 10, "learning_rate": 1e-4}
     compare(stories, tmp_path, "cp2", trainer_class, samples, tolerance=2e-4, **schedule, **options)
 
 
 @pytest.mark.parametrize("rows", [5, 7])
-def test_rows_that_are_joined_are_not_repeated(stories, tmp_path, rows):
+def test_padding_free_samples_are_not_repeated(stories, tmp_path, rows):
     """The last batch has fewer rows than the ranks' batches together: one of them has some, or none."""
-    few = functools.partial(some_texts, rows)
+    few = functools.partial(make_texts, rows)
     options = {"padding_free": True, "max_length": None, "gradient_accumulation_steps": 1}
     compare(stories, tmp_path, "dp2", SFTTrainer, few, **options)
 
 
-def some_texts(rows, count, seed=0):
+def make_texts(rows, count, seed=0):
     return texts(rows, seed)
 
 
-def test_half_precision_and_checkpointing_as_trl_sets_them(stories, tmp_path):
+def test_trl_defaults_for_precision_and_checkpointing(stories, tmp_path):
     """Defaults: autocast to bf16 and gradient checkpointing."""
     options = {"bf16": True, "gradient_checkpointing": True, "max_steps": 2, "eval_strategy": "no"}
     expected = trained_alone(train, stories, DPOTrainer, preferences, **options)
@@ -352,7 +356,7 @@ def test_half_precision_and_checkpointing_as_trl_sets_them(stories, tmp_path):
             assert entry.get("loss", 0) == pytest.approx(other.get("loss", 0), rel=2e-2, abs=1e-3)
 
 
-def test_what_is_refused(stories, tmp_path):
+def test_unsupported_options_are_rejected(stories, tmp_path):
     def build():
         model = AutoModelForCausalLM.from_pretrained(stories, megatron_config=layout("pp2"))
         rows = Dataset.from_list(preferences(2))
@@ -379,32 +383,32 @@ OVER_THE_BATCH = ("aot", "aot_unpaired", "sft")
 
 
 @pytest.mark.parametrize("text", ["dp2", "dp2+zero3", "pp2+dp2", "tp2+dp2", "cp2+dp2"])
-def test_losses_over_the_batch_of_all_ranks(stories, tmp_path, text):
+def test_global_batch_losses(stories, tmp_path, text):
     """Rows that are sorted, and means over tokens: references laid out alike and otherwise, a whole one, and none."""
     options = {"loss_type": OVER_THE_BATCH, "loss_weights": [0.3, 0.5, 0.7], "learning_rate": 1e-4}
     if text == "dp2+zero3":
         options["ref_model"] = full_reference
     elif text != "pp2+dp2":
-        options["ref_model"] = frozen_reference if text == "tp2+dp2" else unlike_reference
+        options["ref_model"] = frozen_reference if text == "tp2+dp2" else reordering_reference
     metrics = {"compute_metrics": count_right} if text == "dp2" else {}
     compare(stories, tmp_path, text, DPOTrainer, preferences, tolerance=1e-4, **options, **metrics)
 
 
-def test_losses_over_the_batch_with_an_adapter_and_precomputed_numbers(stories, tmp_path):
+def test_global_batch_losses_with_adapter_and_precomputed_refs(stories, tmp_path):
     options = {"loss_type": OVER_THE_BATCH, "learning_rate": 1e-4, "max_steps": 2, "eval_steps": 2}
     compare(stories, tmp_path, "dp2", DPOTrainer, preferences, tolerance=1e-4, peft_config=adapter, **options)
     compare(stories, tmp_path, "dp2", DPOTrainer, preferences, tolerance=1e-4, precompute_ref_log_probs=True, **options)
 
 
 @pytest.mark.parametrize("kind", OVER_THE_BATCH)
-def test_losses_over_the_samples_of_a_rank_differ(stories, tmp_path, monkeypatch, kind):
+def test_rank_local_batch_losses_are_detected(stories, tmp_path, monkeypatch, kind):
     monkeypatch.setattr(trl_losses, "OVER_THE_BATCH", frozenset())
-    options = {"loss_type": kind, "ref_model": unlike_reference, "max_steps": 3, "eval_strategy": "no"}
+    options = {"loss_type": kind, "ref_model": reordering_reference, "max_steps": 3, "eval_strategy": "no"}
     with pytest.raises(AssertionError):
         compare(stories, tmp_path, "dp2", DPOTrainer, preferences, tolerance=1e-4, learning_rate=1e-4, **options)
 
 
-def test_losses_over_the_samples_of_a_batch_are_refused_on_dp(stories, tmp_path):
+def test_global_batch_losses_are_rejected_on_dp(stories, tmp_path):
     def build():
         model = AutoModelForCausalLM.from_pretrained(stories, megatron_config=layout("dp2"))
         args = DPOConfig(str(tmp_path), report_to=[], use_cpu=True, bf16=False, loss_type="aot")
@@ -415,7 +419,7 @@ def test_losses_over_the_samples_of_a_batch_are_refused_on_dp(stories, tmp_path)
 
 
 def frozen_reference(path, config):
-    return unlike_reference(path, MegatronConfig(zero_stage=3))
+    return reordering_reference(path, MegatronConfig(zero_stage=3))
 
 
 class OwnLoss(DPOTrainer):
@@ -423,7 +427,7 @@ class OwnLoss(DPOTrainer):
         return super()._compute_loss(*args, **kwargs)
 
 
-def test_losses_over_the_batch_that_are_refused(stories, tmp_path):
+def test_unsupported_global_batch_losses_are_rejected(stories, tmp_path):
     def build(trainer_class=DPOTrainer, eval_dataset=None, **options):
         model = AutoModelForCausalLM.from_pretrained(stories, megatron_config=layout("dp2"))
         arguments = {"per_device_train_batch_size": 2, "per_device_eval_batch_size": 2, "max_steps": 1} | QUIET
@@ -448,7 +452,7 @@ def test_losses_over_the_batch_that_are_refused(stories, tmp_path):
     ("other", "message"),
     [({"pixel_values": torch.zeros(2, 3)}, "inputs of another|pixel_values"), ({}, "2 and 1 pairs")],
 )
-def test_batches_that_cannot_be_joined_are_refused_on_all_ranks(other, message):
+def test_mismatched_replica_batches_are_rejected(other, message):
     def on_rank():
         pairs = 1 if not other and dist.get_rank() else 2
         inputs = {"input_ids": torch.ones(2 * pairs, 5), "ref_chosen_logps": torch.ones(pairs)}
@@ -459,11 +463,11 @@ def test_batches_that_cannot_be_joined_are_refused_on_all_ranks(other, message):
 
 
 if not ASKS_FOR_SCORES:
-    del test_losses_over_the_batch_that_are_refused
-    del test_losses_over_the_batch_of_all_ranks, test_losses_over_the_samples_of_a_rank_differ
-    del test_losses_over_the_batch_with_an_adapter_and_precomputed_numbers
+    del test_unsupported_global_batch_losses_are_rejected
+    del test_global_batch_losses, test_rank_local_batch_losses_are_detected
+    del test_global_batch_losses_with_adapter_and_precomputed_refs
 else:
-    del test_losses_over_the_samples_of_a_batch_are_refused_on_dp
+    del test_global_batch_losses_are_rejected_on_dp
 
 
 # One call
@@ -474,13 +478,13 @@ def tiny_model(model_type):
     return make_tiny_model(CONFIG_MAPPING[model_type](), batch_size=5, min_layers=4)
 
 
-def plain_log_probs(model, labels, **batch):
+def compute_log_probs(model, labels, **batch):
     logits = model(**batch).logits[:, :-1].float()
-    found = F.log_softmax(logits, -1).gather(2, labels[:, 1:].clamp(min=0).unsqueeze(-1)).squeeze(-1)
-    return found.masked_fill(labels[:, 1:] == -100, 0)
+    picked = F.log_softmax(logits, -1).gather(2, labels[:, 1:].clamp(min=0).unsqueeze(-1)).squeeze(-1)
+    return picked.masked_fill(labels[:, 1:] == -100, 0)
 
 
-def measured(tiny_model, config, log_probs_of, sabotage=lambda: None):
+def measure_log_probs(tiny_model, config, log_probs_of, sabotage=lambda: None):
     """A loss that pairs rows and weighs tokens, its gradients, and the log-probabilities themselves."""
     sabotage()
     model = tiny_model.load(megatron_config=config).train()
@@ -496,14 +500,14 @@ def measured(tiny_model, config, log_probs_of, sabotage=lambda: None):
     return measurement, log_probs.detach()
 
 
-def worst_error(tiny_model, text, **kwargs):
+def compute_worst_error(tiny_model, text, **kwargs):
     config = layout(text)
-    [(expected, numbers)] = run_ranks(measured, 1, tiny_model, None, plain_log_probs)
-    found = run_ranks(measured, ranks_of(config), tiny_model, config, token_log_probs, **kwargs)
-    for measurement, log_probs in found:
-        assert measurement.loss == found[0][0].loss and torch.equal(log_probs, found[0][1])
-    errors = [error.value for error in gradient_errors(found[0][0], expected)]
-    return max(*errors, abs(found[0][0].loss / expected.loss - 1) / 1e-5)
+    [(expected, numbers)] = run_ranks(measure_log_probs, 1, tiny_model, None, compute_log_probs)
+    results = run_ranks(measure_log_probs, ranks_of(config), tiny_model, config, token_log_probs, **kwargs)
+    for measurement, log_probs in results:
+        assert measurement.loss == results[0][0].loss and torch.equal(log_probs, results[0][1])
+    errors = [error.value for error in gradient_errors(results[0][0], expected)]
+    return max(*errors, abs(results[0][0].loss / expected.loss - 1) / 1e-5)
 
 
 @pytest.mark.parametrize(
@@ -519,7 +523,7 @@ def worst_error(tiny_model, text, **kwargs):
     ],
 )
 def test_token_log_probs(model_type, text):
-    assert worst_error(tiny_model(model_type), text) <= 1
+    assert compute_worst_error(tiny_model(model_type), text) <= 1
 
 
 SAMPLINGS = [
@@ -530,7 +534,7 @@ SAMPLINGS = [
 ]
 
 
-def statistics_of_warped_logits(model, labels, temperature=1.0, top_k=None, top_p=None, **batch):
+def compute_warped_statistics(model, labels, temperature=1.0, top_k=None, top_p=None, **batch):
     """As transformers' generation warps them; of what cannot be drawn no gradient."""
     logits = model(**batch).logits[:, :-1].float()
     shape = logits.shape
@@ -542,11 +546,11 @@ def statistics_of_warped_logits(model, labels, temperature=1.0, top_k=None, top_
     log_probs = F.log_softmax(warped.view(shape), -1)
     entropies = torch.where(log_probs > -torch.inf, -log_probs.exp() * log_probs.clamp(min=-1e4), 0).sum(-1)
     ignored = labels[:, 1:] == -100
-    found = log_probs.gather(2, labels[:, 1:].clamp(min=0).unsqueeze(-1)).squeeze(-1)
-    return found.masked_fill(ignored, 0), entropies.masked_fill(ignored, 0)
+    picked = log_probs.gather(2, labels[:, 1:].clamp(min=0).unsqueeze(-1)).squeeze(-1)
+    return picked.masked_fill(ignored, 0), entropies.masked_fill(ignored, 0)
 
 
-def sampled(tiny_model, config, statistics_of, options):
+def measure_statistics(tiny_model, config, statistics_of, options):
     model = tiny_model.load(megatron_config=config).train()
     [batch] = tiny_model.batches
     log_probs, entropies = statistics_of(model, **batch, **options)
@@ -559,19 +563,21 @@ def sampled(tiny_model, config, statistics_of, options):
 
 @pytest.mark.parametrize("text", ["tp2", "pp2", "tp2+sp+pp2", "cp2"])
 @pytest.mark.parametrize("options", SAMPLINGS, ids=lambda options: ",".join(options))
-def test_numbers_of_what_is_sampled(text, options):
+def test_sampling_token_statistics(text, options):
     source, config = tiny_model("llama"), layout(text)
-    [(expected, log_probs, entropies)] = run_ranks(sampled, 1, source, None, statistics_of_warped_logits, options)
+    [(expected, log_probs, entropies)] = run_ranks(
+        measure_statistics, 1, source, None, compute_warped_statistics, options
+    )
     assert (log_probs == -torch.inf).any() == ("top_k" in options or "top_p" in options)
     assert (log_probs[log_probs != 0] > -torch.inf).any()
-    ranks = run_ranks(sampled, ranks_of(config), source, config, token_statistics, options)
+    ranks = run_ranks(measure_statistics, ranks_of(config), source, config, token_statistics, options)
     assert [error for error in gradient_errors(ranks[0][0], expected) if error.value > 1] == []
     for _, *numbers in ranks:
         torch.testing.assert_close(numbers[0], log_probs, rtol=1e-4, atol=1e-4)
         torch.testing.assert_close(numbers[1], entropies, rtol=1e-4, atol=1e-4)
 
 
-def test_samplings_that_cannot_be(stories):
+def test_invalid_sampling_options_raise(stories):
     model, ids = AutoModelForCausalLM.from_pretrained(stories), torch.ones(1, 4, dtype=torch.long)
     for options in ({"temperature": 0.0}, {"top_k": 0}, {"top_p": 1.5}):
         [(name, value)] = options.items()
@@ -579,8 +585,8 @@ def test_samplings_that_cannot_be(stories):
             token_log_probs(model, ids, input_ids=ids, **options)
 
 
-def test_token_log_probs_of_a_model_in_one_process(stories):
-    assert worst_error(tiny_model("gemma2"), "dp1") <= 1
+def test_token_log_probs_in_single_process(stories):
+    assert compute_worst_error(tiny_model("gemma2"), "dp1") <= 1
 
 
 def mixed_precision_step(path, config):
@@ -603,11 +609,11 @@ def mixed_precision_step(path, config):
 @pytest.mark.parametrize("text", ["tp2", "pp2"])
 def test_mixed_precision(stories, text):
     [expected] = run_ranks(mixed_precision_step, 1, stories, None)
-    for found in run_ranks(mixed_precision_step, 2, stories, layout(text)):
-        assert found == pytest.approx(expected, rel=1e-2)
+    for values in run_ranks(mixed_precision_step, 2, stories, layout(text)):
+        assert values == pytest.approx(expected, rel=1e-2)
 
 
-def test_labels_that_do_not_fit():
+def test_mismatched_label_shapes_raise():
     def call():
         model = tiny_model("gemma2").load(megatron_config=layout("tp2"))
         ids = torch.arange(12).view(2, 6)
@@ -621,7 +627,7 @@ def test_labels_that_do_not_fit():
     run_ranks(call, 2)
 
 
-def test_logits_that_are_there_already():
+def test_token_scores_from_full_logits():
     """Of heads that are no linears, and of models that do more to their logits than scale and cap them."""
     logits = torch.randn(2, 5, 11, requires_grad=True)
     targets = torch.tensor([[1, 2, -100, 10, 0], [-100] * 5])
@@ -634,11 +640,11 @@ def test_logits_that_are_there_already():
     torch.testing.assert_close(entropy, expected_entropy)
     assert torch.equal(best, (logits.argmax(-1) == targets) & mask)
     weights = torch.randn(2, 5)
-    [found] = torch.autograd.grad((log_probs * weights + entropy).sum(), logits)
-    torch.testing.assert_close(found, torch.autograd.grad((picked * weights + expected_entropy).sum(), logits)[0])
+    [gradient] = torch.autograd.grad((log_probs * weights + entropy).sum(), logits)
+    torch.testing.assert_close(gradient, torch.autograd.grad((picked * weights + expected_entropy).sum(), logits)[0])
 
 
-def fused(tiny_model, config, chunk):
+def run_fused_forward(tiny_model, config, chunk):
     """Every field of TRL's own forward, with the router loss, and the gradients of both differentiable ones."""
     vocab_log_probs._TOKENS_PER_CHUNK = chunk
     model = tiny_model.load(megatron_config=config).train()
@@ -655,10 +661,10 @@ def fused(tiny_model, config, chunk):
 
 
 @pytest.mark.parametrize("text", ["tp2", "pp2+mb1"])
-def test_every_field_equals_trls_own(text):
+def test_fused_head_fields_match_trl(text):
     source = tiny_model("qwen3_moe")
-    [(expected, reference)] = run_ranks(fused, 1, source, None, 1024)
-    for fields, measurement in run_ranks(fused, ranks_of(layout(text)), source, layout(text), 7):
+    [(expected, reference)] = run_ranks(run_fused_forward, 1, source, None, 1024)
+    for fields, measurement in run_ranks(run_fused_forward, ranks_of(layout(text)), source, layout(text), 7):
         assert list(fields) == list(expected)
         for name, value in expected.items():
             torch.testing.assert_close(fields[name], value, rtol=1e-5, atol=1e-5)
@@ -669,22 +675,22 @@ def test_every_field_equals_trls_own(text):
 # Faults: each must make a comparison above fail
 
 
-def keep_each_ranks_part_of_the_hidden_gradient():
+def skip_hidden_gradient_all_reduce():
     vocab_log_probs.copy_to_ranks = lambda tensor, group: tensor
 
 
-def take_every_vocabulary_for_the_first():
+def ignore_vocab_start():
     vocab_log_probs.VocabParallelHead.vocab_start = 0
 
 
-def score_every_microbatch_by_the_first_rows():
+def score_with_first_microbatch_targets():
     original = pipeline.Pipeline.reading
     pipeline.Pipeline.reading = lambda self, read: original(
         self, lambda output, rows: read(output, slice(0, rows.stop - rows.start))
     )
 
 
-def give_gradients_to_the_wrong_microbatches():
+def flip_microbatch_gradients():
     original = outputs.PipelineValues.backward
     outputs.PipelineValues.backward = staticmethod(
         lambda ctx, *gradients: original(ctx, *(g.flip(0) for g in gradients))
@@ -694,21 +700,21 @@ def give_gradients_to_the_wrong_microbatches():
 @pytest.mark.parametrize(
     ("text", "fault"),
     [
-        ("tp2", keep_each_ranks_part_of_the_hidden_gradient),
-        ("tp2", take_every_vocabulary_for_the_first),
-        ("pp2", score_every_microbatch_by_the_first_rows),
-        ("pp2", give_gradients_to_the_wrong_microbatches),
+        ("tp2", skip_hidden_gradient_all_reduce),
+        ("tp2", ignore_vocab_start),
+        ("pp2", score_with_first_microbatch_targets),
+        ("pp2", flip_microbatch_gradients),
     ],
 )
-def test_fault_is_found(text, fault):
-    assert worst_error(tiny_model("gemma2"), text, sabotage=fault) > 10
+def test_fault_is_detected(text, fault):
+    assert compute_worst_error(tiny_model("gemma2"), text, sabotage=fault) > 10
 
 
-def count_tokens_of_ranks_that_share_a_batch(trainer):
+def count_tokens_per_tensor_parallel_rank(trainer):
     trainer._tp_size = 2
 
 
-def test_a_wrong_count_of_tokens_is_found(stories, tmp_path, monkeypatch):
-    monkeypatch.setattr(integration, "count_tokens_once", count_tokens_of_ranks_that_share_a_batch)
+def test_wrong_token_count_is_detected(stories, tmp_path, monkeypatch):
+    monkeypatch.setattr(integration, "count_tokens_once", count_tokens_per_tensor_parallel_rank)
     with pytest.raises(AssertionError, match="num_tokens"):
         compare(stories, tmp_path, "tp2", SFTTrainer, completions, max_steps=2, eval_steps=2)
