@@ -1,4 +1,4 @@
-"""What trains silently wrong on split models today, as most of TRL's trainers: refused by name before work starts."""
+"""Tests that features which would train parallelized models incorrectly are rejected by name before they start."""
 
 import contextlib
 import importlib
@@ -46,13 +46,13 @@ SUPPORTED = {
 
 
 def list_trl_trainers():
-    """Every trainer in the installed package."""
+    """Returns all trainer classes of the installed TRL package by module and name."""
     import trl
 
     trainers = {}
     for module in pkgutil.walk_packages(trl.__path__, "trl."):
         if module.name.partition(".")[2].split(".")[0] in ("trainer", "experimental"):
-            # Some need packages of their own.
+            # Some modules need optional packages.
             with contextlib.suppress(ImportError):
                 classes = inspect.getmembers(importlib.import_module(module.name), inspect.isclass)
                 trainers |= {(kind.__module__, name): kind for name, kind in classes if issubclass(kind, Trainer)}

@@ -1,4 +1,4 @@
-"""Trainer of sentence-transformers around a laid out model: negatives of all ranks, evaluation, saving, resuming."""
+"""Tests of SentenceTransformerTrainer on parallelized models: global negatives, evaluation, saving, resuming."""
 
 import pytest
 import torch
@@ -29,7 +29,7 @@ from hf_megatron.models.verification_gate import ConfigUnderTest
 from tests.conftest import TESTS
 
 STEPS = 20
-# Of a limit, and by how much it is more than the rounding of one process.
+# Smallest tolerance, and its ratio to the rounding error of the single-process run.
 LEAST, FACTOR = 1e-4, 8
 LAYOUTS = {
     "tp2+sp": {"tp_size": 2, "sequence_parallel": True},
@@ -97,7 +97,7 @@ def train(stories, folder, layout, **arguments):
 
 
 def assert_logs_match(found, expected, exact):
-    """Compares logs with those of one process, which rounds as `exact`, the same run in double precision, shows."""
+    """Compares logs with the single-process log; tolerances follow from `exact`, the same run in double precision."""
     limits = compute_limits(expected, exact)
     for log in found:
         assert len(log) == len(expected)
@@ -108,7 +108,7 @@ def assert_logs_match(found, expected, exact):
 
 
 def compute_limits(expected, exact):
-    """Another order of summation is as far from one process as that is from exact numbers, give or take a factor."""
+    """Returns a tolerance per metric: `FACTOR` times the rounding error of the single-process run."""
     limits = {}
     for entry, other in zip(expected, exact, strict=True):
         for name, value in entry.items():
@@ -124,7 +124,7 @@ def get_layout_and_ranks(name):
 
 
 def train_in_both_precisions(stories, folder, **arguments):
-    """What one process logs in single and in double precision."""
+    """Returns the single-process logs in single and in double precision."""
     [log] = run_ranks(train, 1, stories, folder, None, timeout=300, **arguments)
     [exact] = run_ranks(train, 1, stories, folder / "exact", None, timeout=300, dtype=torch.float64, **arguments)
     return log, exact
@@ -137,7 +137,7 @@ def train_on_ranks(name, stories, folder, **arguments):
 
 @pytest.fixture(scope="module")
 def alone(stories, tmp_path_factory):
-    """What one process logs, in single and in double precision, and saves."""
+    """Single-process logs in single and double precision, and the embeddings of the saved model."""
     folder = tmp_path_factory.mktemp("alone")
     log, exact = train_in_both_precisions(stories, folder)
     assert sum("loss" in entry for entry in log) == STEPS and any("eval_pearson_cosine" in entry for entry in log)
@@ -161,7 +161,7 @@ def test_cached_and_similarity_losses(stories, tmp_path, loss, name):
 
 
 def train_on_several_datasets(stories, folder, layout, batch_sampler="batch_sampler", dtype=torch.float32):
-    """Two datasets in turns, of other columns, with a loss each; the first has every pair twice."""
+    """Trains round-robin on two datasets with different columns and losses; the first contains every pair twice."""
     model = make_embedder(stories, layout, dtype=dtype)
     replicas = 1 if layout is None else layout.dp_size or 1
     twice = Dataset.from_list([pair for pair in pairs(24) for _ in range(2)])

@@ -1,4 +1,4 @@
-"""TRL's own scripts, changed by the import and the argument alone or not at all (see
+"""Tests of TRL's own scripts, unmodified or with only the import and the argument added (see
 `tests.helpers.third_party_scripts`).
 """
 
@@ -33,7 +33,7 @@ def test_unmodified_scripts_match_single_process(folder, name, layout):
     assert worst <= LOSS and apart <= WEIGHTS, (number, worst, apart)
 
 
-# Masks of dropout would differ.
+# Dropout is off because its masks would differ between layouts.
 ADAPTER = [
     "--use_peft",
     "--lora_r",

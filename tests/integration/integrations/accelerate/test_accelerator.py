@@ -1,4 +1,4 @@
-"""A plain Accelerate loop on two ranks against one process, and what Accelerate must refuse."""
+"""Tests of a plain Accelerate loop on several ranks against a single process, and of rejected combinations."""
 
 import pytest
 import torch
@@ -72,7 +72,7 @@ def record_learning_rates(path, config, counted):
     return rates
 
 
-# In as many steps of a cycle as dp ranks, stock too has another curve to the same end.
+# Excluded: stock OneCycleLR stepped once per dp rank also follows a different curve to the same end.
 @pytest.mark.parametrize(
     ("layout", "counted"),
     [
@@ -84,14 +84,14 @@ def record_learning_rates(path, config, counted):
     ids=str,
 )
 def test_schedules_match_single_process(stories, layout, counted):
-    """As scripts count their steps that Accelerate is to distribute: in batches of one process, or times processes."""
+    """Covers both ways of counting scheduler steps: single-process batches, or steps multiplied by the processes."""
     [expected] = run_ranks(record_learning_rates, 1, stories, None, counted)
     for rates in run_ranks(record_learning_rates, 2, stories, MegatronConfig(**layout), counted):
         assert rates == pytest.approx(expected, abs=1e-9)
 
 
 def generate_split_prompts(path, config, apply_padding):
-    """Of prompts that are split by hand, all tokens on every rank."""
+    """Generates from prompts that are split between processes and gathers all tokens on every rank."""
     model = AutoModelForCausalLM.from_pretrained(path, megatron_config=config).eval()
     accelerator = Accelerator(cpu=True)
     prompts = [row["input_ids"][None, : 8 + index] for index, row in enumerate(rows(5, 0))]
@@ -130,7 +130,7 @@ def test_state_dict_is_full_on_the_first_rank(stories):
 
 
 def stop_and_save(path, folder, config):
-    """The step at which all ranks stop; the model is saved as Accelerate's examples do it."""
+    """Saves the model as in Accelerate's examples and returns the step at which all ranks stop."""
     model = AutoModelForCausalLM.from_pretrained(path, megatron_config=config).train()
     accelerator = Accelerator(cpu=True)
     model = accelerator.prepare(model)
@@ -194,7 +194,7 @@ def test_ddp_is_rejected(stories):
 
 
 def test_grad_norm_counts_shared_kv_heads_once(stories):
-    """Parameters on two meshes, where stock clipping raises."""
+    """Parameters lie on two meshes, for which stock clipping raises."""
 
     def compute_norms(config):
         model = AutoModelForCausalLM.from_pretrained(stories, megatron_config=config).train()

@@ -1,4 +1,4 @@
-"""A plain Accelerate loop that saves its state, stops, and goes on elsewhere."""
+"""Tests of saving and loading the state of plain Accelerate loops."""
 
 import os
 import time
@@ -100,7 +100,7 @@ def test_automatic_naming_prunes_after_the_commit(stories, tmp_path):
 
 
 def test_all_ranks_wait_for_checkpoint_pruning(stories, tmp_path, monkeypatch):
-    """One that did would list folders that vanish under it."""
+    """A rank that continued earlier could list folders while they are being removed."""
     removed = tmp_path / "removed"
 
     def prune_slowly(*args, **kwargs):
@@ -129,7 +129,7 @@ def make_accelerator(project, **options):
 
 
 def save_numbered(path, project, config, numbers, load=False):
-    """Each checkpoint holds its number in every entry of the last norm; returns what `load_state()` finds."""
+    """Saves checkpoints whose final norm is filled with their number; returns the value after `load_state()`."""
     model = AutoModelForCausalLM.from_pretrained(path, megatron_config=config)
     accelerator = make_accelerator(project, iteration=numbers[0] if numbers else 0)
     model = accelerator.unwrap_model(accelerator.prepare(model))
@@ -145,7 +145,7 @@ def save_numbered(path, project, config, numbers, load=False):
 
 
 def test_automatic_naming_adds_no_other_files(stories, tmp_path):
-    """As loops and Accelerate list the folder; a pointer of an earlier version goes with the next save."""
+    """Loops and Accelerate list the folder; the next save removes the `latest` pointer of an earlier version."""
     folder = tmp_path / "checkpoints"
     run_ranks(save_numbered, 2, stories, tmp_path, LAYOUTS[1], [8, 9, 10])
     assert sorted(path.name for path in folder.iterdir()) == ["checkpoint_10", "checkpoint_8", "checkpoint_9"]
@@ -165,7 +165,7 @@ def test_stock_accelerate_continues_sharded_checkpoint_folder(stories, tmp_path,
 
     def save_and_load_stock(is_active):
         if is_active:
-            # As in a process that has parallelized another model.
+            # Patches are active, as after another model was parallelized.
             PATCH_REGISTRY.activate()
         else:
             hf_megatron.disable()
@@ -178,7 +178,7 @@ def test_stock_accelerate_continues_sharded_checkpoint_folder(stories, tmp_path,
         accelerator.load_state()
         return module.weight.mean().item()
 
-    # What replaces nothing cannot take away what an earlier version wrote.
+    # The pointer of an earlier version can only be removed while the patches are active.
     assert run_ranks(save_and_load_stock, 1, pointer) == [3.0]
     assert sorted(os.listdir(tmp_path / "checkpoints")) == ["checkpoint_1", "checkpoint_2", "checkpoint_3"]
 

@@ -1,4 +1,4 @@
-"""Every launch command that README, docs and examples show, with a probe in place of the script."""
+"""Tests of all launch commands in README, docs and examples, mostly with a probe instead of the script."""
 
 import ast
 import json
@@ -32,11 +32,11 @@ open({output!r} + f"/{{trainer.accelerator.process_index}}.probe", "w").write(re
 
 
 def list_documented_launches():
-    """Each documented launch, up to the script, once; but that of the main job."""
+    """Returns each distinct documented launch (up to the script), without the main example and `-m hf_megatron`."""
     pages = {}
     for start in ("accelerate launch ", "torchrun ", "python "):
         for page, command in documented_commands(start):
-            # The same launch of another script of that name is the same.
+            # Launches that differ only in the folder of train.py are equal.
             launch = command.partition("train.py")[0].rpartition(" ")[0]
             if "train.py" in command and "-m hf_megatron" not in command and MAIN_LAUNCH not in command:
                 pages.setdefault(f"{launch} examples/train.py", page)
@@ -50,7 +50,7 @@ def run(words, tmp_path, cwd=ROOT):
 
 
 def read_probes(folder):
-    """What each rank wrote, by rank: their lines on one stdout could be torn. The files are taken away."""
+    """Returns the probe of each rank and removes the files; lines on a shared stdout could interleave."""
     files = sorted(folder.glob("*.probe"))
     assert [file.stem for file in files] == [str(rank) for rank in range(len(files))]
     texts = [file.read_text() for file in files]
@@ -67,7 +67,7 @@ def test_documented_launch_has_expected_ranks(command, stories, tmp_path):
     probe = tmp_path / "probe.py"
     probe.write_text(PROBE.format(stories=str(stories), output=str(tmp_path)))
     words = [str(probe) if word.endswith("train.py") else word for word in shlex.split(command)]
-    # Any free port: two suites may run on one machine.
+    # Any free port, because several test suites may run on one machine.
     if words[0] == "torchrun":
         words[1:1] = ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
     elif words[:2] == ["accelerate", "launch"]:
@@ -81,7 +81,7 @@ def test_documented_launch_has_expected_ranks(command, stories, tmp_path):
 
 
 def test_main_example(tmp_path):
-    """examples/train.py under accelerate launch, shortened: falling loss, merged checkpoint, reloaded, text."""
+    """Short run of examples/train.py: the loss falls, the merged checkpoint is reloaded, text is generated."""
     result = run(
         [
             *MAIN_LAUNCH.split(),
@@ -130,7 +130,7 @@ def test_main_example_in_single_process_with_other_data(stories, tmp_path):
 
 @pytest.mark.parametrize("quantization", ["none", "nf4-double", "int8"])
 def test_lora_example(quantization, tmp_path):
-    """examples/lora.py, shortened: a base, an adapter, the same loss in plain PEFT, text."""
+    """Short run of examples/lora.py: base model, adapter, equal loss in plain PEFT, generated text."""
     output = tmp_path / "out"
     launch = [*MAIN_LAUNCH.split(), "--main_process_port", "0", "examples/lora.py", "--output_dir", str(output)]
     short = ["--base_steps", "6", "--max_steps", "8", "--save_steps", "4", "--quantization", quantization]
@@ -144,7 +144,7 @@ def test_lora_example(quantization, tmp_path):
 
 @pytest.mark.parametrize("name", ["dpo", "grpo"])
 def test_post_training_examples(name, tmp_path):
-    """examples/dpo.py and grpo.py, shortened: a base, and what TRL makes of it, in plain transformers."""
+    """Short runs of examples/dpo.py and grpo.py: base model and post-training, saved for plain transformers."""
     output = tmp_path / "out"
     launch = [*MAIN_LAUNCH.split(), "--main_process_port", "0", f"examples/{name}.py", "--output_dir", str(output)]
     result = run([*launch, "--base_steps", "20", "--max_steps", "12", "--logging_steps", "4"], tmp_path)
@@ -181,7 +181,7 @@ COMMANDS = {
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_trl_cli_commands(name, stories, tmp_path):
-    """`trl sft --config recipe.yaml`, whose scripts know nothing of this library."""
+    """Commands such as `trl sft --config recipe.yaml`, whose scripts do not import this library."""
     more, row = COMMANDS[name]
     (tmp_path / "rows.jsonl").write_text("\n".join([json.dumps(row)] * 16))
     (tmp_path / "hf_megatron_test_rewards.py").write_text(
@@ -233,7 +233,7 @@ open({output!r} + f"/{{trainer.accelerator.process_index}}.probe", "w").write(re
 
 
 def test_pipeline_stages_from_a_yaml(stories, tmp_path):
-    """`megatron_lm_pp_degree` and `megatron_lm_num_micro_batches`, trained by a stock Trainer, against one process."""
+    """Trains with `megatron_lm_pp_degree` and `megatron_lm_num_micro_batches` against a single process."""
     (tmp_path / "stages.yaml").write_text(STAGES)
     (tmp_path / "stages.py").write_text(STAGES_SCRIPT.format(stories=str(stories), output=str(tmp_path)))
     options = ["--main_process_port", "0", "--config_file", str(tmp_path / "stages.yaml")]
@@ -273,7 +273,7 @@ def test_only_one_rank_shows_progress_bars(stories, tmp_path, layout):
 
 
 def test_pretraining_resumes_on_another_layout(tmp_path):
-    """examples/pretrain.py, shortened: two processes that share a model, then two that see other samples."""
+    """Short run of examples/pretrain.py: two tensor-parallel ranks, then two data-parallel ranks."""
     launch = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--standalone"]
     script = [*launch, "examples/pretrain.py", "--output_dir", str(tmp_path / "out"), "--train_iters", "24"]
     result = run([*script, "--tp_size", "2"], tmp_path)

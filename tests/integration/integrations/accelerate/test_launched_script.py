@@ -1,4 +1,4 @@
-"""`python -m hf_megatron`: scripts that know nothing of this library."""
+"""Tests of `python -m hf_megatron` with scripts that do not import this library."""
 
 import json
 import os
@@ -46,7 +46,7 @@ with open(f"{rest[0]}.{__import__('os').environ.get('RANK', 0)}", "w") as file:
 
 
 def run_launched_script(tmp_path, stories, *start, **environment):
-    """What the script saw on each rank, and what was said."""
+    """Runs the script; returns the report of each rank and stderr."""
     folder = tmp_path / "scripts"
     folder.mkdir()
     (folder / "its_own.py").write_text(SCRIPT, encoding="utf-8")
@@ -124,7 +124,7 @@ def test_layout_round_trips_through_environment(layout, monkeypatch):
 
 
 def run_in_launch(function, layout, *args):
-    """Runs a function on every rank as a script would be."""
+    """Runs a function as if it were a launched script."""
     RUNTIME.launch = Launch(layout)
     try:
         return function(*args)
@@ -148,7 +148,7 @@ def make_models(path, output):
     vit = ViTModel._from_config(make_vit_config())
     assert parallel_state(vit) is None
     vit.save_pretrained(f"{output}/vit{torch.distributed.get_rank()}")
-    # Asked, not trained.
+    # A frozen model is only used for inference.
     vit.requires_grad_(False)(torch.zeros(1, 3, 8, 8))
     assert Accelerator(cpu=True).prepare_model(vit) is vit
     return True

@@ -1,4 +1,4 @@
-"""Accelerator(megatron_lm_plugin=MegatronPlugin(...)): data, gathering and stepping over tp and dp ranks."""
+"""Tests of `Accelerator(megatron_lm_plugin=MegatronPlugin(...))`: data, gathering and stepping on tp and dp ranks."""
 
 import types
 
@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from hf_megatron import ConfigError, MegatronConfig, MegatronPlugin, UnsupportedError
 from hf_megatron.core.fork_harness import run_ranks
 
-# name -> world size and fields; every layout that spreads data.
+# Name -> world size and layout fields.
 LAYOUTS = {"tp1 x dp2": (2, {}), "tp2 x dp2": (4, {"tp_size": 2}), "tp2": (2, {"tp_size": 2})}
 layouts = pytest.mark.parametrize("name", LAYOUTS)
 
@@ -23,7 +23,7 @@ def make_accelerator(name, **kwargs):
 
 
 def group_by_dp_rank(name, results):
-    """One result per dp rank, after checking that ranks of one batch agree."""
+    """Returns one result per dp rank, after checking that its tensor-parallel ranks agree."""
     size = LAYOUTS[name][1].get("tp_size", 1)
     groups = [results[start : start + size] for start in range(0, len(results), size)]
     assert all(result == group[0] for group in groups for result in group)
@@ -36,7 +36,7 @@ class Stream(IterableDataset):
 
 
 class Stub(torch.nn.Linear):
-    """A module that says of itself what a model loaded with `megatron_config` says."""
+    """A module with the attributes of a model that was loaded with `megatron_config`."""
 
     def __init__(self, **fields):
         super().__init__(2, 2)
@@ -66,7 +66,7 @@ def test_shuffled_epoch_has_every_sample_once(name, seedable):
     def read_epochs():
         import torch.distributed as dist
 
-        # Seedable samplers take their seed from the script's set_seed, which all ranks share.
+        # Seedable samplers use the seed of the script's set_seed, which is equal on all ranks.
         torch.manual_seed(0 if seedable else dist.get_rank())
         accelerator = make_accelerator(name, dataloader_config=DataLoaderConfiguration(use_seedable_sampler=seedable))
         loader = accelerator.prepare(DataLoader(range(12), batch_size=2, shuffle=True))
@@ -164,7 +164,7 @@ def test_parallelized_model_is_not_wrapped_by_accelerate(name, precision):
         assert prepared is model and not isinstance(prepared, DistributedDataParallel)
         assert prepared(torch.ones(1, 2)).dtype == torch.float32
         computed_in = model.computed_in
-        # Unwrapping gives back the forward without mixed precision.
+        # Unwrapping restores the forward without mixed precision.
         assert accelerator.unwrap_model(prepared, keep_fp32_wrapper=False) is model
         model(torch.ones(1, 2))
         return computed_in, model.computed_in

@@ -1,4 +1,4 @@
-"""Modules of users around a laid out model: in Accelerate loops without weights of their own, refused elsewhere."""
+"""Tests of user modules that wrap a parallelized model: supported without additional weights, else rejected."""
 
 import pytest
 import torch
@@ -20,7 +20,7 @@ LAYOUTS = [
 
 
 class LossWrapper(nn.Module):
-    """As Lightning-like scripts write it; `head` is one more name of a weight of the model."""
+    """Wrapper as in Lightning-style scripts; `head` is a second name for a weight of the model."""
 
     def __init__(self, model):
         super().__init__()

@@ -1,4 +1,4 @@
-"""Pushes from parallel jobs and pulls for single ranks, against a Hub that speaks HTTP on loopback."""
+"""Tests of pushes from parallel jobs and pulls for single ranks, against an HTTP Hub server on loopback."""
 
 import hashlib
 import json
@@ -29,7 +29,7 @@ TP2_PP2 = {"tp_size": 2, "pp_size": 2}
 
 
 class Agent:
-    """The process that pushes and pulls (see `hub_agent`)."""
+    """Client of the process that pushes and pulls (see `hub_agent`)."""
 
     def __init__(self, environment):
         command = [sys.executable, "-m", "tests.helpers.hub_agent"]
@@ -66,7 +66,7 @@ def hub():
 def environment(hub, tmp_path_factory):
     home = tmp_path_factory.mktemp("hf_home")
     named = {"HF_ENDPOINT": hub.url, "HF_HOME": str(home), "HF_TOKEN": hub.token}
-    # The server does not speak Xet.
+    # The server does not support Xet.
     fixed = {"HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
     return {**os.environ, **named, **fixed}
 
@@ -87,7 +87,7 @@ def original(stories):
 
 @pytest.fixture(scope="module")
 def untied(tmp_path_factory):
-    """A model whose head is not its embedding, which the first and the last stage would both hold."""
+    """A model with an untied head: a tied embedding would be stored by both the first and the last stage."""
     sizes = {"hidden_size": 64, "intermediate_size": 172, "num_attention_heads": 8, "num_key_value_heads": 4}
     config = LlamaConfig(**sizes, num_hidden_layers=4, vocab_size=512, tie_word_embeddings=False)
     folder = tmp_path_factory.mktemp("untied")
@@ -97,14 +97,14 @@ def untied(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def sharded(agent, untied, tmp_path_factory):
-    """Folder and weights of a checkpoint of tp2 x pp2."""
+    """Folder and weights of a checkpoint saved on tp2 x pp2."""
     folder = tmp_path_factory.mktemp("run") / "checkpoint-2"
     return folder, agent("save_shards", untied, TP2_PP2, folder, ranks=4)[0]
 
 
 @pytest.fixture(scope="module")
 def on_hub(agent, sharded):
-    """A repository with that checkpoint and a card."""
+    """A repository with the sharded checkpoint and a model card."""
     folder = sharded[0]
     (folder / "README.md").write_text("---\nlibrary_name: hf_megatron\ntags: [loopback]\n---\n# A card\n")
     agent("push_shards", folder, "tester/sharded", uploaders="nodes", ranks=2)
@@ -125,7 +125,7 @@ def test_push_to_hub_is_one_commit_readable_by_transformers(hub, agent, stories,
     assert {"config.json", "generation_config.json", "README.md", "model.safetensors.index.json"} <= files.keys()
     assert b"tiny" in files["README.md"] and not [name for name in files if name.endswith(".bin")]
     assert agent("plain_hashes", repo) == original
-    # In fewer files the next time: those of the first push would be read beside them.
+    # The second push has fewer files: leftover files of the first push would also be read.
     agent("push_model", stories, layout, repo, ranks=2)
     assert [name for name in hub.files(repo) if name.endswith((".safetensors", "index.json"))] == ["model.safetensors"]
     assert agent("plain_hashes", repo) == original
@@ -160,7 +160,7 @@ def test_trainer_pushes_an_adapter(hub, agent, stories, tmp_path):
 def test_hub_models_are_converted(agent, untied, sharded, tmp_path):
     agent("push", untied, "tester/untied")
     assert agent("convert_repo", "tester/untied", tmp_path / "core", "megatron_core") == 39
-    # A repository of its own: pulls take what is in the cache.
+    # A separate repository, because pulls use files that are already cached.
     agent("push_shards", sharded[0], "tester/converted")
     assert agent("convert_repo", "tester/converted", tmp_path / "hf", "hf") == 39
     assert "tester/nobody" in agent.error("convert_repo", "tester/nobody", tmp_path / "x", "hf")
@@ -193,7 +193,7 @@ def test_sharded_push_uploads_each_file_once(hub, agent, stories, tmp_path, uplo
     assert files.keys() == {*Checkpoint(folder).manifest.files, MANIFEST}
     assert all(content == (folder / name).read_bytes() for name, content in files.items())
     assert weights
-    # Once more: nothing is sent, and no empty commit is made.
+    # Pushing again uploads nothing and creates no empty commit.
     agent("push_shards", folder, repo, uploaders=uploaders, ranks=4)
     assert len(hub.puts) == before + 4 and hub.commit_count(repo) == 2
 
@@ -207,7 +207,7 @@ def test_interrupted_push_commits_nothing_and_can_be_retried(hub, agent, sharded
     assert error.count("CheckpointError: Pushing") >= 2 and "403" in error and ".safetensors" in error
     assert "rank 0 failed" in error and "rank 1 failed" in error
     stored = hub.puts[before:]
-    # The other rank stored what it had to send.
+    # The other rank completed its uploads.
     assert 2 <= len(stored) < len(list_lfs_files(folder))
     assert hub.commit_count(repo) == 1 and hub.files(repo) == {}
     agent("push_shards", folder, repo, uploaders="all", ranks=2)
@@ -302,10 +302,10 @@ def test_ranks_pull_only_the_files_they_load(hub, agent, untied, sharded, on_hub
     weights = sharded[1]
     for answer, moments in agent("load_shards", untied, TP2_PP2, folders, ranks=4):
         assert answer in (weights, {}) and set(moments["steps"]) == {2.0} and moments["largest"] > 0
-    # The other stage's ranks find that their files are not here.
+    # Ranks of the other stage do not find their files in these folders.
     error = agent.error("load_shards", untied, TP2_PP2, folders[::-1], ranks=4)
     assert "pulled for other ranks or another layout" in error and "hf-megatron pull" in error and "shard-" in error
-    # A second pull into one of them adds what the other needs; then it is a whole one for a host with both.
+    # A second pull into one folder adds the files of the other stage, as for a host that runs both stages.
     more = agent("pull_for", on_hub, folders[0], TP2_PP2, rank=3)
     assert 0 < more["fetched"] < more["bytes"]
     assert agent("load_shards", untied, TP2_PP2, [folders[0]] * 4, ranks=4)[0][0] == weights
@@ -315,7 +315,7 @@ def test_ranks_pull_only_the_files_they_load(hub, agent, untied, sharded, on_hub
 
 
 def find_omitted_moment(folder, start, other):
-    """Arguments of `check` for a moment that another rank's files hold."""
+    """Returns the arguments of `check` for an optimizer moment whose files this rank did not pull."""
     checkpoint = Checkpoint(folder)
     for name, entry in checkpoint.manifest.tensors.items():
         if name.startswith(start) and {piece.file for piece in entry.pieces} <= set(checkpoint.omitted):
@@ -324,7 +324,7 @@ def find_omitted_moment(folder, start, other):
 
 
 def test_other_layouts_pull_the_files_they_need(agent, stories, tmp_path):
-    """ZeRO stages, dp and another number of stages, of a model whose embedding is tied."""
+    """ZeRO-3, data parallelism and another number of pipeline stages, for a model with a tied embedding."""
     weights = agent("save_shards", stories, TP2_PP2, tmp_path / "checkpoint-2", ranks=4)[0]
     agent("push_shards", tmp_path / "checkpoint-2", "tester/tied")
     others = {"pp_size": 4}, {"pp_size": 2, "dp_size": 2, "zero_stage": 3}, TP2_DP2, {"pp_size": 2, "cp_size": 2}
@@ -334,7 +334,7 @@ def test_other_layouts_pull_the_files_they_need(agent, stories, tmp_path):
             pulled = agent("pull_for", "tester/tied", folder, layout, rank=rank)
             fractions.append(pulled["bytes"] / pulled["total"])
         assert agent("load_shards", stories, layout, folders, ranks=4)[0][0] == weights, layout
-        # Where a rank holds whole weights of a stage it needs the tied ones of all files.
+        # A rank that holds the full weights of a stage needs the tied embedding from all files.
         assert min(fractions) < 0.85 or layout in (TP2_DP2, others[-1]), fractions
 
 
@@ -346,7 +346,7 @@ def test_damaged_download_raises_and_lost_connection_resumes(hub, agent, on_hub,
     assert not (tmp_path / "flipped" / MANIFEST).exists() and not (tmp_path / "flipped" / shard).exists()
     before = dict(hub.sent)
     pulled = agent("pull_for", on_hub, tmp_path / "flipped")
-    # What came whole the first time is not fetched again.
+    # Files that arrived intact the first time are not fetched again.
     assert pulled["fetched"] < pulled["bytes"]
     assert hub.sent[shard] - before[shard] == (tmp_path / "flipped" / shard).stat().st_size
     Checkpoint(tmp_path / "flipped").verify()
@@ -364,7 +364,7 @@ def test_pull_does_not_overwrite_a_checkpoint(agent, stories, sharded, on_hub, t
 
 
 def test_manifest_with_pickle_is_rejected(hub, agent, on_hub, tmp_path):
-    """Pushed by somebody who has other tools."""
+    """Such a manifest can only be pushed with other tools."""
     entry = hub.repos[on_hub]
     manifest = json.loads(hub.files(on_hub)[MANIFEST])
     manifest["files"]["code.bin"] = next(iter(manifest["files"].values()))
@@ -457,7 +457,7 @@ def test_documented_commands(environment, sharded, on_hub, tmp_path):
 
 
 def test_exit_codes(tmp_path):
-    """What is refused before the Hub is asked."""
+    """Invalid arguments are rejected before any request to the Hub."""
 
     def run(*arguments):
         result = CliRunner().invoke(app, list(map(str, arguments)))

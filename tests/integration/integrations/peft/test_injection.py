@@ -1,4 +1,4 @@
-"""PEFT's own calls on split models: what one process has after each, and ordinary files."""
+"""Tests of PEFT's API on parallelized models: results match a single process, and files are ordinary PEFT files."""
 
 import functools
 import json
@@ -71,7 +71,7 @@ def parse_layout(text):
 
 
 def run_on_layout(function, text, *args):
-    """Returns what a function of a layout and more returns on each of its ranks."""
+    """Runs `function(layout, *args)` on all ranks of the layout and returns the results by rank."""
     layout = parse_layout(text)
     return run_ranks(function, layout.ranks_per_replica * (layout.dp_size or 1), layout, *args)
 
@@ -89,13 +89,13 @@ def lora(**settings):
     return LoraConfig(**{"r": 4, "lora_alpha": 8, "target_modules": "all-linear"} | settings)
 
 
-# Adapters that are put in, changed and taken out
+# Adapters that are injected, modified and removed
 
 
 def exercise_peft_api(layout, source, folder):
-    """Walks through PEFT's surface; returns what is seen on the way."""
+    """Calls the main functions of PEFT in sequence and returns the result of each step."""
     model = load_model(source, layout)
-    # Ranks draw alike whatever they were seeded with: as rank 0.
+    # Adapters are initialized with the RNG state of rank 0, although the seeds differ.
     torch.manual_seed(5 if layout is None else 5 + torch.distributed.get_rank())
     wrapped = get_peft_model(model, lora(init_lora_weights=False, lora_dropout=0.1))
     results = {"counts": wrapped.get_nb_trainable_parameters(), "first": compute_logits(wrapped)}
@@ -175,7 +175,7 @@ def test_peft_api_matches_single_process(source, expected, tmp_path, text):
 
 
 def train_alternating_adapters(layout, source):
-    """An adapter that comes when the optimizer is there, and takes turns with the first."""
+    """Alternates between two adapters; the second is added after the optimizer is created."""
     torch.manual_seed(0)
     model = get_peft_model(load_model(source, layout), lora()).train()
     optimizer = prepare_optimizer(torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.5))
@@ -202,13 +202,13 @@ def test_alternating_adapters(source, text):
 
 
 def get_local_ids(layout):
-    """The rows that this rank is given."""
+    """Returns the samples of this data-parallel rank."""
     ranks = 1 if layout is None else layout.dp_size or 1
     return IDS.chunk(ranks)[torch.distributed.get_rank()] if ranks > 1 else IDS
 
 
 def train_with_reference_forward(layout, source, kind):
-    """Between a forward and its backward parameters are frozen, in another forward, and thawed."""
+    """Runs a reference forward, with adapters disabled or frozen, between each forward and its backward."""
     torch.manual_seed(0)
     model = get_peft_model(load_model(source, layout), lora(init_lora_weights=False)).train()
     trainable = [p for p in model.parameters() if p.requires_grad]
@@ -240,7 +240,7 @@ def test_reference_forward_between_forward_and_backward(source, kind, text):
 
 
 def train_conv1d_model(layout, source, settings):
-    """A GPT-2, whose linears hold their weights the other way round: trained, merged, taken apart again."""
+    """Trains, merges and unmerges adapters of a GPT-2, whose Conv1D weights are transposed."""
     torch.manual_seed(0)
     targets = ["c_attn", "c_proj", "c_fc"]
     model = get_peft_model(load_model(source, layout), lora(target_modules=targets, **settings)).train()
@@ -362,7 +362,7 @@ def combine_weighted_adapters(layout, source, kind):
 
 
 def train_embedding_and_head(layout, source, folder):
-    """An adapter with an embedding and a head of its own: trained, saved, read, left out, merged."""
+    """Trains an adapter with its own embedding and head, then disables, saves, loads and merges it."""
     torch.manual_seed(0)
     wrapped = get_peft_model(load_model(source, layout), lora(modules_to_save=["embed_tokens", "lm_head"]))
     optimizer = torch.optim.SGD([p for p in wrapped.parameters() if p.requires_grad], lr=0.5)
@@ -397,7 +397,7 @@ def test_weighted_adapters(source, kind, text):
         assert_all_close(logits_on_rank, one)
 
 
-# Mixtures: `all-linear` asks for the parameters of experts, and routers
+# MoE blocks: `all-linear` includes expert parameters and routers
 
 
 def run_moe_adapter(layout, source, folder):
@@ -423,7 +423,7 @@ def test_all_linear_in_moe_blocks(sources, tmp_path, text):
         assert_all_close(results, one, 1e-4)
 
 
-# Loops
+# Training loops
 
 
 ROWS = [{"input_ids": (ids := [(i * 7 + j * 3) % 60 + 1 for j in range(10)]), "labels": ids} for i in range(16)]
@@ -626,7 +626,7 @@ def test_accelerate_saves_and_resumes(source, tmp_path):
         assert_all_close(weights, {name.replace(".default", ""): weight for name, weight in expected[1].items()}, 1e-4)
 
 
-# What is refused, and what is seen
+# Rejected configurations, and hooks
 
 
 def test_unsupported_configs_are_rejected(sources):
@@ -714,7 +714,7 @@ def test_every_peft_method_is_supported_or_rejected(source):
         for name, kind in methods.items():
             if name in SUPPORTED:
                 continue
-            # Before anything that a method would look at in its settings.
+            # The method is rejected before its config is read, so that an incomplete config is enough.
             config = kind.__new__(kind)
             config.peft_type, config.task_type, config.base_model_name_or_path = PeftType(name), None, None
             config.modules_to_save, config.target_modules = None, ["q_proj"]

@@ -1,4 +1,4 @@
-"""TRL's trainers with `peft_config=` on split models: every logged number, and the adapter, of one process."""
+"""Tests that TRL trainers with `peft_config=` match the logs and adapters of a single process."""
 
 import shutil
 
@@ -35,7 +35,7 @@ def make_unequal_texts(count, seed=0):
 
 @pytest.mark.parametrize("text", ["tp2", "pp2", "dp2"])
 def test_p_tuning_matches_single_process(stories, tmp_path, text):
-    """The first token of a row is a target, too; what ranks have in common is weighed by them."""
+    """With virtual tokens the first token is a target too; the global loss is weighted by the targets of each rank."""
     compare(stories, tmp_path, text, SFTTrainer, make_unequal_texts, peft_config=make_p_tuning_config)
 
 

@@ -1,4 +1,4 @@
-"""torch.compile of the layers: no graph break inside a layer, and parity."""
+"""Tests of torch.compile on the layers: no graph breaks inside a layer, and parity."""
 
 import torch
 from torch._dynamo.utils import counters

@@ -1,4 +1,4 @@
-"""Weights that tensor parallelism and stage 3 have cut, read in the ways of loops, against one process's."""
+"""Tests of reads of weights sharded by tensor parallelism and ZeRO-3, as in training loops, against one process."""
 
 import pytest
 import torch
@@ -59,7 +59,7 @@ def test_reads_match_single_process(source, way):
 
 
 def test_torch_flatten_order_is_detected(source):
-    """The seeded fault."""
+    """Seeded fault: weights that two mesh dimensions shard are flattened in the order of torch."""
 
     def read_in_torch_order(*args):
         dtensor_methods._is_cut_twice = lambda tensor: False

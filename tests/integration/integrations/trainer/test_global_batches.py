@@ -1,4 +1,4 @@
-"""Rows that a collator pads to each other, on data parallel ranks: padding, predictions and counts of one process."""
+"""Tests that padding, predictions and token counts on data-parallel ranks match a single process."""
 
 from types import SimpleNamespace
 
@@ -26,7 +26,7 @@ from tests.integration.integrations.trainer.test_padded_batches import COUNTS, l
 
 
 def make_samples(count, seed=0, vocabulary=64):
-    """Rows of unequal length, each with a name."""
+    """Returns samples of unequal length, each with a name."""
     generator = torch.Generator().manual_seed(seed)
     samples = []
     for index in range(count):
@@ -36,7 +36,7 @@ def make_samples(count, seed=0, vocabulary=64):
 
 
 class Padding:
-    """Pads to the longest row, on either side."""
+    """Collator that pads to the longest sample, on either side."""
 
     def __init__(self, side="right"):
         self.side = side
@@ -54,7 +54,7 @@ class Padding:
 
 
 def summarize_prediction(prediction):
-    """Of every number that metrics are made of, padding included."""
+    """Summarizes all inputs of `compute_metrics`, including padding."""
     logits, inputs = prediction.predictions, prediction.inputs
     return {
         "width": logits.shape[1],
@@ -98,7 +98,7 @@ def predict(path, output, side, config=None, kind=list, **arguments):
 
 @pytest.fixture(scope="module")
 def gpt2(tmp_path_factory):
-    """A model of learned positions, which counts them from the first column, padding or not."""
+    """A model with learned positions, which it counts from the first column, whether padding or not."""
     torch.manual_seed(0)
     path = tmp_path_factory.mktemp("gpt2")
     sizes = {"vocab_size": 64, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 32}
@@ -136,7 +136,7 @@ def test_predictions_on_unequal_length_samples(gpt2, tmp_path, text, side, argum
 def test_predictions_on_iterable_dataset(gpt2, tmp_path, text):
     config = layout(text)
     [expected] = run_ranks(predict, 1, gpt2, tmp_path, "right", kind=Stream)
-    # With tensor parallelism there is no other way.
+    # With tensor parallelism each rank always reads the stream itself.
     arguments = {"accelerator_config": {"dispatch_batches": False}} if text == "dp2" else {}
     results = run_ranks(predict, ranks_of(config), gpt2, tmp_path, "right", config=config, kind=Stream, **arguments)
     for result in results:
@@ -170,7 +170,7 @@ def generate(path, output, kind, side, config=None):
 
 @pytest.mark.parametrize("kind", [AutoModelForCausalLM, AutoModelForSeq2SeqLM])
 def test_generation_with_early_eos(tmp_path, kind):
-    """Ranks stop when their own rows are done, and labels narrower than `max_length` are padded to it with tokens."""
+    """Ranks stop when their own samples are finished; labels shorter than `max_length` are padded with tokens."""
     torch.manual_seed(0)
     ends = {"eos_token_id": [1, *range(30, 50)], "pad_token_id": 0}
     if kind is AutoModelForCausalLM:
@@ -190,7 +190,7 @@ def test_generation_with_early_eos(tmp_path, kind):
 
 
 def count(path, output, collator, config=None, resume=None, kind=list, **arguments):
-    """Losses and tokens seen of two epochs whose last batches are not full."""
+    """Returns the losses and token counts of two epochs whose last batches are not full."""
     model = AutoModelForCausalLM.from_pretrained(path, megatron_config=config)
     dp_size = 1 if config is None else config.dp_size
     defaults = {
@@ -211,7 +211,7 @@ def count(path, output, collator, config=None, resume=None, kind=list, **argumen
 
 @pytest.mark.parametrize("text", ["dp2", "tp2+dp2", "dp4"])
 def test_token_counts_include_padding(gpt2, tmp_path, text):
-    """Of the last row of an epoch one rank has all, and others none."""
+    """The last sample of an epoch is on one rank; the other ranks have none."""
     config = layout(text)
     [expected] = run_ranks(count, 1, gpt2, tmp_path, Padding("left"))
     for log in run_ranks(count, ranks_of(config), gpt2, tmp_path, Padding("left"), config=config):
@@ -240,14 +240,14 @@ def evaluate_stream(path, output, config=None):
 
 @pytest.mark.parametrize("text", ["tp2", "pp2"])
 def test_last_stream_batch_on_model_parallel_ranks(gpt2, tmp_path, text):
-    """Accelerate counts its rows once for each rank."""
+    """Accelerate counts the samples of this batch once per rank."""
     [expected] = run_ranks(evaluate_stream, 1, gpt2, tmp_path)
     for loss in run_ranks(evaluate_stream, 2, gpt2, tmp_path, layout(text)):
         assert loss == pytest.approx(expected, rel=1e-5)
 
 
 class LeftTokenizer(Padding):
-    """A collator that says by its tokenizer where it pads."""
+    """A collator whose tokenizer declares the padding side."""
 
     def __init__(self):
         super().__init__("left")
@@ -256,7 +256,7 @@ class LeftTokenizer(Padding):
 
 @pytest.mark.parametrize("collator", [LeftTokenizer(), Padding("left")], ids=["said", "unsaid"])
 def test_left_padded_samples(gpt2, tmp_path, collator):
-    """A first token behind padding is predicted from it, and has another position."""
+    """The first token after padding is predicted from the padding and has another position."""
     arguments = {"include_num_input_tokens_seen": "non_padding"}
     [expected] = run_ranks(count, 1, gpt2, tmp_path, collator, **arguments)
     for log in run_ranks(count, 2, gpt2, tmp_path, collator, config=layout("dp2"), **arguments):
@@ -264,7 +264,7 @@ def test_left_padded_samples(gpt2, tmp_path, collator):
 
 
 def concatenate_samples(samples):
-    """Joins rows to one, as padding-free collators do."""
+    """Concatenates samples into one sequence, as padding-free collators do."""
     ids = torch.cat([sample["input_ids"] for sample in samples])
     places = torch.cat([torch.arange(len(sample["input_ids"])) for sample in samples])
     return {"input_ids": ids[None], "labels": ids[None], "position_ids": places[None]}
@@ -272,7 +272,7 @@ def concatenate_samples(samples):
 
 @pytest.mark.parametrize("size", [4, 2])
 def test_padding_free_collator_adds_no_padding(gpt2, tmp_path, size):
-    """Twelve rows fill each batch, also those of one row for each rank."""
+    """The first twelve samples fill all batches, also with one sample per rank."""
     arguments = {"include_num_input_tokens_seen": "all", "max_steps": 3, "gradient_accumulation_steps": 1}
     [expected] = run_ranks(count, 1, gpt2, tmp_path, concatenate_samples, per_device_train_batch_size=size, **arguments)
     for log in run_ranks(

@@ -1,4 +1,4 @@
-"""Fine-tuning on images as users do it: TRL's trainers with a processor, Trainer with a collator, saved together."""
+"""Tests of fine-tuning on images: TRL trainers with a processor, and Trainer with a collator."""
 
 import numpy as np
 import pytest
@@ -41,7 +41,7 @@ TOKENS = {"boi_token": "<boi>", "image_token": "<img>", "eoi_token": "<eoi>"}
 
 @pytest.fixture(scope="module")
 def gemma(stories, tmp_path_factory):
-    """A folder with a tiny Gemma 3 and its processor."""
+    """Folder with a tiny Gemma 3 model and its processor."""
     folder = tmp_path_factory.mktemp("gemma")
     tokenizer = AutoTokenizer.from_pretrained(stories, extra_special_tokens=TOKENS)
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
@@ -72,7 +72,7 @@ def gemma(stories, tmp_path_factory):
 
 
 def make_samples(count, *, pairs):
-    """Rows with one image and with two."""
+    """Returns samples that alternate between one and two images."""
     draw = np.random.RandomState(0)
 
     def draw_text(length):
@@ -132,7 +132,7 @@ def test_trl_trainers_match_single_process(gemma, tmp_path, trainer_class):
 
 
 def make_single_samples(model):
-    """Batches of one row each, with one image, two and none, as a data set."""
+    """Returns a dataset of single samples with one, two and no images."""
     rows = []
     for seed in range(6):
         batch = make_multimodal_batch(model, batch_size=3, seed=seed)
@@ -147,7 +147,7 @@ def make_single_samples(model):
 
 
 def collate(rows):
-    """Pads the rows, and joins their images."""
+    """Pads the samples and concatenates their images."""
     names = {"input_ids": 0, "labels": -100, "mm_token_type_ids": 0}
     batch = {
         name: torch.nn.utils.rnn.pad_sequence([row[name] for row in rows], batch_first=True, padding_value=value)
@@ -182,7 +182,7 @@ def train_with_collator(tiny_model, output, layout, dp_size=1):
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_trainer_with_collator_matches_single_process(tmp_path, name):
-    """Qwen2.5-VL: rows with one image, two and none, of unequal sizes; the last batch has fewer rows."""
+    """Qwen2.5-VL on samples of unequal length with one, two and no images; the last batch is not full."""
     tiny_model = make_tiny_model(
         CONFIG_MAPPING["qwen2_5_vl"](), task="image", microbatches=2, min_layers=4, batch_size=4
     )

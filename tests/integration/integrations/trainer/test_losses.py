@@ -1,4 +1,4 @@
-"""Stock Trainer with heads that compute their loss themselves, on data parallel ranks and in one process."""
+"""Tests of stock Trainer with heads that compute their own loss, on parallel layouts against a single process."""
 
 import pytest
 import torch
@@ -50,13 +50,13 @@ def train(family, head, output, layout, accepts_count=True, trainer_class=Traine
         "disable_tqdm": True,
         "learning_rate": 1e-3,
         "max_grad_norm": 0.5,
-        # Gradients that are zero in exact arithmetic stay so.
+        # Keeps updates by gradients that are zero in exact arithmetic negligible.
         "adam_epsilon": 1e-4,
     }
     trainer = trainer_class(
         model,
         TrainingArguments(str(output / "out"), **(defaults | arguments)),
-        # The last batch is one rank's alone.
+        # Only one rank has samples of the last batch.
         train_dataset=_make_samples(head, rows[0], 0),
         eval_dataset=_make_samples(head, rows[1], 1),
         data_collator=default_data_collator,
@@ -103,7 +103,7 @@ def test_logs_match_single_process(folder, family, head):
 
 @pytest.mark.parametrize("layout", ["tp2", "dp2+zero3"])
 def test_weight_penalty_in_compute_loss(folder, layout):
-    # Repeated rows of a last batch would count in a loss of one's own.
+    # Sizes fill the last batch: a custom loss would also count its repeated samples.
     compare("Llama", "single", folder, layout, trainer_class=Penalized, rows=(24, 12))
 
 
@@ -148,12 +148,12 @@ def test_average_tokens_across_devices_is_ignored(folder):
 
 
 def test_router_loss_with_num_items_in_batch(folder):
-    """Trainer multiplies both by the ranks."""
+    """Trainer multiplies both losses by the number of ranks."""
     compare("Mixtral", "causal", folder)
 
 
 def test_unscaled_rank_loss_is_detected(folder, monkeypatch):
-    """The seeded fault: the loss is not divided by the ranks that Trainer multiplies it by."""
+    """Seeded fault: the loss is not divided by the number of ranks, by which Trainer multiplies it."""
     monkeypatch.setattr("hf_megatron.losses.inline_losses._with_loss", lambda output, loss: output)
     with pytest.raises(AssertionError):
         compare("Bert", "masked", folder)

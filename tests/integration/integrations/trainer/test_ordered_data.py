@@ -1,4 +1,4 @@
-"""Trainer takes Megatron's samples in Megatron's order, on all layouts, and goes on with the next after a resume."""
+"""Tests that Trainer reads samples in Megatron's order on all layouts and resumes with the next sample."""
 
 import itertools
 import json
@@ -81,7 +81,7 @@ def ranks_of(sizes):
 
 
 class SampleRecorder(TrainerCallback):
-    """Notes the tokens that this rank's replica was given in each step."""
+    """Records the tokens that this replica reads in each step."""
 
     def __init__(self, kill_at=None):
         self.steps, self.kill_at = {}, kill_at
@@ -119,7 +119,7 @@ def train(
     ramp_up=None,
     **options,
 ):
-    """Returns what each step of this rank's replica was given, its dp rank, and the losses and weights."""
+    """Returns the samples of each step of this replica, its dp rank, and the losses."""
     layout = {} if sizes is None else {"megatron_config": MegatronConfig(**sizes)}
     model = AutoModelForCausalLM.from_pretrained(Path(prefix).parent / "model", **layout)
     state, recorder = parallel_state(model), SampleRecorder(stop)
@@ -147,7 +147,7 @@ def train(
 
 
 def given(ranks):
-    """Returns the rows of each step over all replicas, in the order of Megatron's sampler: rank by rank."""
+    """Returns the samples of each step by replica, in the rank order of Megatron's sampler."""
     replicas = {}
     for steps, rank, _ in ranks:
         assert replicas.setdefault(rank, steps) == steps
@@ -155,7 +155,7 @@ def given(ranks):
 
 
 def list_megatron_samples(prefix, first, steps, dp_size, rows, accumulate, samples=SAMPLES):
-    """What `MegatronPretrainingSampler` gives each rank: consecutive blocks of rows, microbatch by microbatch."""
+    """Returns the samples that `MegatronPretrainingSampler` assigns to each rank: consecutive blocks per microbatch."""
     dataset, batches = dataset_of(prefix, samples), {}
     for step in steps:
         batches[step] = [[] for _ in range(dp_size)]
@@ -183,7 +183,7 @@ def test_samples_match_megatron_order(prefix, tmp_path, layout):
 
 
 def test_labels_are_shifted_once(prefix):
-    """The loss over a batch is that of predicting each next token, the one behind the last included."""
+    """The loss predicts each next token, including the token after the end of the input."""
     torch.manual_seed(0)
     model, dataset = AutoModelForCausalLM.from_config(LLAMA), dataset_of(prefix)
     batch = default_data_collator([dataset[0], dataset[1]])
@@ -193,7 +193,10 @@ def test_labels_are_shifted_once(prefix):
 
 
 def draw_runs():
-    """Layouts and batches of a run that is stopped and goes on otherwise; stock's own checkpoints have one layout."""
+    """Yields random layouts and batch sizes for three segments of a run.
+
+    A single process writes stock checkpoints, which only a single process can resume: it can only come last.
+    """
     drawn = random.Random(0)
     for number in range(20):
         yield (
@@ -214,7 +217,7 @@ def draw_runs():
     ("number", "parts"), draw_runs(), ids=lambda value: str(value) if isinstance(value, int) else ""
 )
 def test_stopped_runs_see_every_sample_once(prefix, tmp_path, number, parts):
-    """Three parts of one run, of other layouts, accumulation and batch sizes: the same sequence as without a stop."""
+    """Three segments with different layouts, accumulation and batch sizes read the sequence of an uninterrupted run."""
     done, resume, positions, first = 0, None, [], 0
     for layout, rows, accumulate, steps in parts:
         sizes = LAYOUTS[layout]
@@ -324,7 +327,7 @@ def test_prompt_tuning_with_shifted_labels_is_rejected(prefix, tmp_path):
 
 @pytest.mark.parametrize("part", [None, 6])
 def test_evaluation_shifts_labels_once(prefix, tmp_path, part):
-    """Of data that the trainer was not made with, and of a part of it."""
+    """Evaluates a dataset that is passed to `evaluate`, and a subset of it."""
     dataset = dataset_of(prefix) if part is None else Subset(dataset_of(prefix), range(part))
     trainer = make_stock_trainer(prefix, tmp_path, per_device_eval_batch_size=len(dataset))
     batch = default_data_collator([dataset[number] for number in range(len(dataset))])
@@ -334,7 +337,7 @@ def test_evaluation_shifts_labels_once(prefix, tmp_path, part):
 
 
 def test_larger_batches_until_data_ends(prefix, tmp_path):
-    """More steps than an epoch of the new batch size has; at the end fewer samples are left than a step takes."""
+    """Resumes with a larger batch size; at the end fewer samples remain than a step needs."""
     size = len(dataset_of(prefix, None))
     train(prefix, tmp_path, None, rows=2, steps=21, stop=20, samples=None)
     left = (size - 40) // 8
@@ -375,7 +378,7 @@ def test_blend_order(prefix, tmp_path):
 
 
 def test_excluded_samples_after_resume(prefix, tmp_path, monkeypatch):
-    """Of a run that was stopped after 8 samples, 12 to 17 are left out; another begins where Megatron-LM had ended."""
+    """Excludes samples 12 to 16 after a stop at 8 samples; another run starts where Megatron-LM ended."""
     train(prefix, tmp_path, None, rows=4, steps=3, stop=2)
     dataset = dataset_of(prefix)
     rows = [dataset[sample]["input_ids"].tolist() for sample in range(30)]
@@ -409,7 +412,7 @@ def test_excluded_ranges(prefix):
 
 
 class _SavesWithin(TrainerCallback):
-    """Saves where a signal has stock save: before an optimizer's step, and at the end of one before other callbacks."""
+    """Records states where stock saves on a signal: within a step, and after it before other callbacks."""
 
     def __init__(self):
         self.said = []
@@ -429,7 +432,7 @@ def test_saves_within_a_step_count_completed_steps(prefix, tmp_path):
     saves = _SavesWithin()
     saves.counting = trainer
     trainer.add_callback(saves)
-    # As stock's own, it comes before what users add.
+    # Runs before user callbacks, as stock's own callback does.
     trainer.callback_handler.callbacks.insert(0, trainer.callback_handler.callbacks.pop())
     trainer.train()
     assert saves.said == [(0, 0)] * 3 + [(1, 6)] * 4 + [(2, 12)]
@@ -461,12 +464,12 @@ def test_blend_rejects_excluded_or_consumed_samples(prefix):
 
 
 RAMP_UP = BatchRampUp(8, start=2, increment=2, samples=12)
-# Layout -> rows of a replica's call, and where it goes on; checkpoints of stock in one process do so there alone.
+# Layout -> per-device batch size, and the layout that resumes; a single process can only resume its own checkpoints.
 GROWING = {"one process": (2, "one process"), "dp2": (1, "tp2+dp2"), "cp2": (1, "dp2"), "pp2+dp2": (2, "dp4")}
 
 
 def train_by_hand(prefix, ends):
-    """Losses of steps of growing batches in a loop in one process."""
+    """Returns the losses of a single-process loop with growing batches."""
     model = AutoModelForCausalLM.from_pretrained(Path(prefix).parent / "model")
     optimizer = torch.optim.AdamW(model.parameters(), 1e-2, weight_decay=0.0)
     dataset, losses = dataset_of(prefix), []
@@ -481,7 +484,7 @@ def train_by_hand(prefix, ends):
 
 @pytest.mark.parametrize("layout", GROWING)
 def test_batch_ramp_up_matches_single_process(prefix, tmp_path, layout):
-    """As those of a loop in one process, also where another layout goes on within the growth."""
+    """Another layout resumes while the batch size is still growing."""
     rows, other = GROWING[layout]
     sizes = RAMP_UP if layout != "pp2+dp2" else BatchRampUp(8, start=4, increment=4, samples=12)
     ends = [sizes.after(steps) for steps in range(1, 7)]
@@ -499,7 +502,7 @@ def test_batch_ramp_up_matches_single_process(prefix, tmp_path, layout):
     for step, (first, stop) in enumerate(itertools.pairwise([0, *ends]), 1):
         taken_rows = [row for replica in taken[step] for row in replica]
         assert sorted(taken_rows) == sorted(dataset[sample]["input_ids"].tolist() for sample in range(first, stop))
-    # The last of the logs of a stopped run is a summary.
+    # The last log entry of a stopped run is a summary.
     assert begun[0][2][:3] + went_on[0][2][3:] == pytest.approx(train_by_hand(prefix, ends), abs=2e-4)
 
 
@@ -532,7 +535,7 @@ MASKED_MODELS = {"bert": AutoModelForMaskedLM, "t5": AutoModelForSeq2SeqLM}
 
 
 def make_masked_data(prefix, kind):
-    """A model, and sentences with masked words for it."""
+    """Returns a model config and a dataset of masked sentences."""
     words = [*SPECIAL_TOKENS, *(f"word{number}" for number in range(96 - len(SPECIAL_TOKENS)))]
     tokenizer = BertTokenizer({word: number for number, word in enumerate(words)}, eos_token="[EOS]")
     if kind == "t5":
@@ -574,7 +577,7 @@ def train_masked(prefix, output, sizes, kind, accumulate=2, is_scaled=None, ramp
 
 
 def write_sentences(tmp_path, kind):
-    """A pair of documents of sentences, and a model for them."""
+    """Writes documents of sentences and a model; returns the prefix and the masked dataset."""
     drawn, prefix = random.Random(0), tmp_path / "text_sentence"
     with IndexedWriter(prefix, "uint16") as writer:
         for _ in range(30):
@@ -590,7 +593,7 @@ def write_sentences(tmp_path, kind):
 
 @pytest.mark.parametrize("kind", ["bert", "t5"])
 def test_masked_sentences_train_identically(tmp_path, kind):
-    """Samples with as many masked tokens as they happen to have, over replicas that have other ones."""
+    """Samples differ in their number of masked tokens, and so do replicas."""
     prefix, dataset = write_sentences(tmp_path, kind)
     [(taken_rows, losses)] = run_ranks(train_masked, 1, prefix, tmp_path, None, kind)
     assert taken_rows == [dataset[sample]["input_ids"].tolist() for sample in range(32)]
@@ -603,7 +606,7 @@ def test_masked_sentences_train_identically(tmp_path, kind):
 
 @pytest.mark.parametrize("kind", ["bert", "t5"])
 def test_losses_summed_over_microbatches_are_rejected(tmp_path, kind):
-    """Where steps get other numbers of calls: in batches that grow, and after a resume with another accumulation."""
+    """Applies when the number of microbatches per step changes: with ramp-up, or after a resume."""
     prefix, _ = write_sentences(tmp_path, kind)
     grow = {"ramp_up": BatchRampUp(8, start=4, increment=4, samples=4)}
     for layout in ("one process", "dp2", "pp2+dp2"):
@@ -652,7 +655,7 @@ def train_with_a_skip(prefix, output, resume, steps):
     dataset.ramp_up = RAMP_UP
     trainer = Trainer(model, arguments, default_data_collator, dataset)
     original = trainer.compute_loss
-    # The second step overflows.
+    # The loss of the second step is NaN, as after an overflow.
     trainer.compute_loss = lambda *args, **kwargs: (
         original(*args, **kwargs) * (float("nan") if trainer.state.global_step == 1 else 1.0)
     )
@@ -666,8 +669,8 @@ def train_with_a_skip(prefix, output, resume, steps):
 
 
 def test_skipped_steps_do_not_advance_the_schedule(prefix, tmp_path):
-    """As in Megatron-LM: their samples were seen, and rates stay; a run goes on with that."""
-    # 2 2 4 | 6 8, the second of which is skipped.
+    """As in Megatron-LM, samples of a skipped step are consumed but not scheduled, also after a resume."""
+    # Batch sizes 2 2 4 | 6 8; the second step is skipped.
     assert run_ranks(train_with_a_skip, 2, prefix, tmp_path, None, 3)[0] == (8, 6)
     resume = str(tmp_path / "checkpoint-3")
     assert run_ranks(train_with_a_skip, 2, prefix, tmp_path, resume, 5)[0] == (22, 20)

@@ -1,4 +1,4 @@
-"""Batches of data parallel ranks that are not full, or drawn: the numbers of one process."""
+"""Tests that partial or random batches on data-parallel ranks match a single process."""
 
 import numpy as np
 import pytest
@@ -30,7 +30,7 @@ from tests.helpers.dp_training import ranks_of
 from tests.integration.integrations.trainer import test_resume, test_trainer
 from tests.integration.integrations.trainer.test_trainer import accuracy, rows
 
-# Of the batches of 2 x 3 rows the last has: both ranks' rows in part, one's alone, a single row, all.
+# With batches of 2 x 3 samples, the last batch holds samples of both ranks, of one rank, a single sample, or is full.
 COUNTS = (10, 9, 7, 12)
 
 
@@ -101,7 +101,7 @@ def test_classification_losses(tmp_path):
 
 
 class Masking:
-    """Draws as masked language modelling does: for the whole batch, and then for the whole batch again."""
+    """Collator that draws masks and replacements for the global batch, as masked language modeling does."""
 
     def __init__(self, draws=True):
         self.draws, self.rows = draws, []
@@ -134,12 +134,12 @@ def test_masks_match_single_process(arguments):
     for batches, after, collated in run_ranks(read_batches, 2, *arguments, config=layout("dp2")):
         assert len(batches) == len(expected) and all(map(torch.equal, batches, expected))
         assert after == state
-        # Nobody else pays for it.
+        # Without random draws ranks collate only their own samples.
         assert max(collated) == (4 if arguments[0] else 2)
 
 
 def read_after_skipping(config=None):
-    """An epoch that skips its first batch, as a run that was resumed within an epoch, and the next one."""
+    """Reads an epoch without its first batch, as after a mid-epoch resume, and the next epoch."""
     accelerator = Accelerator(cpu=True, megatron_lm_plugin=None if config is None else MegatronPlugin(config))
     loader = DataLoader(rows(11, 0), batch_size=4 if config is None else 2, collate_fn=Masking())
     loader = accelerator.prepare(loader)
@@ -155,7 +155,7 @@ def test_masks_after_skipped_batches():
 
 
 class CyclicSampler(Sampler):
-    """So many rows of a dataset, from its beginning and again from there."""
+    """Samples `count` indices of a dataset in order, cyclically."""
 
     def __init__(self, dataset, count):
         self.dataset, self.count = dataset, count
@@ -168,7 +168,7 @@ class CyclicSampler(Sampler):
 
 
 def gather_batches(skipped, sampled, kept, config=None, **configuration):
-    """What is gathered of each batch: rows, objects, and what stock's own method makes of the rows."""
+    """Gathers each batch as tensors, as objects, and with `use_gather_object`."""
     accelerator = Accelerator(
         cpu=True,
         megatron_lm_plugin=None if config is None else MegatronPlugin(config),
@@ -190,7 +190,7 @@ def gather_batches(skipped, sampled, kept, config=None, **configuration):
     ]
 
 
-# Accelerate cuts the last batch to what the dataset leaves over: fewer rows than there are, more, or none.
+# Accelerate truncates the last batch by the dataset size: to fewer samples than the sampler has, more, or none.
 @pytest.mark.parametrize(
     "arguments",
     [(2, 0, 14), (0, 11, 14), (0, 9, 14), (1, 9, 14), (0, 17, 14), (0, 19, 14), (0, 11, 16), (0, 12, 14), (0, 12, 16)],
@@ -205,7 +205,7 @@ def test_gathered_samples_with_samplers_and_skipping(arguments):
 
 
 def test_gathered_samples_without_even_batches():
-    """All stop at the shortest, with a warning; what they have read counts."""
+    """All ranks stop with the shortest one, with a warning; the samples read until then are gathered."""
     uneven = run_ranks(gather_batches, 2, 0, 0, 10, config=layout("dp2"), even_batches=False, split_batches=False)
     for batches in uneven:
         assert [rows for rows, *_ in batches] == [[0, 1, 2, 3, 4, 5, 6, 7]]
@@ -230,7 +230,7 @@ def evaluate_samples(path, output, count, config=None):
     return prediction.predictions, prediction.metrics["test_loss"], prediction.metrics["test_accuracy"]
 
 
-# In one process the loss of the last batch of one row weighs as much as two rows, or four.
+# In a single process the loss of the last batch, of one sample, is weighted as two samples, or four.
 @pytest.mark.parametrize("count", [14, 16])
 def test_evaluation_with_custom_sampler(stories, tmp_path, count):
     [expected] = run_ranks(evaluate_samples, 1, stories, tmp_path, count)
@@ -259,7 +259,7 @@ def test_shuffled_samples(arguments):
 
 @pytest.mark.parametrize("text", ["dp2", "dp2+zero3"])
 def test_resume_within_an_epoch(stories, tmp_path, text):
-    """Of the last batch of 2 x 5 rows one rank has four, the other none."""
+    """With batches of 2 x 5 samples, one rank has four samples of the last batch, the other none."""
 
     def run(output, config, **kwargs):
         size = 10 if config is None else 5
@@ -304,7 +304,7 @@ def summarize_tokens(prediction):
 
 
 def translate(path, output, beams, config=None):
-    """Evaluates, trains an epoch, evaluates and predicts with what the model generates."""
+    """Evaluates, trains one epoch, evaluates again and predicts, with generation."""
     model = AutoModelForSeq2SeqLM.from_pretrained(path, megatron_config=config)
     arguments = Seq2SeqTrainingArguments(
         str(output),
@@ -348,7 +348,7 @@ def test_predict_with_generate(tmp_path, text, beams):
 
 
 def record_steps(path, output, strategy, config=None):
-    """The rows of each optimizer step of two epochs; before the second, the ranks have drawn other numbers."""
+    """Returns the samples of each optimizer step of two epochs; the RNG states differ by rank before the second."""
     model = AutoModelForCausalLM.from_pretrained(path, megatron_config=config)
     dp_size = 1 if config is None else config.dp_size or 1
     arguments = TrainingArguments(
@@ -393,7 +393,7 @@ def test_model_init_is_rejected(stories, tmp_path):
 
 
 class UnsizedStream(torch.utils.data.IterableDataset):
-    """A stream whose length nobody knows."""
+    """A stream of unknown length."""
 
     def __init__(self, samples):
         self.samples = samples
@@ -403,7 +403,7 @@ class UnsizedStream(torch.utils.data.IterableDataset):
 
 
 def train_on_streams(path, output, config=None):
-    """Trains on two streams, whose last batch ends within the accumulation of a step; the first trainer stays."""
+    """Trains on two streams that end within an accumulation; the first trainer stays alive."""
     replicas = 1 if config is None else config.dp_size
     trainers = []
     for count in (6, 11):

@@ -1,4 +1,4 @@
-"""A stock Trainer that is stopped and resumed, on the same layout and on others, against one that never stopped."""
+"""Tests of a stock Trainer that resumes on the same or another layout, against an uninterrupted run."""
 
 import json
 import subprocess
@@ -56,7 +56,7 @@ class StopAt(TrainerCallback):
 
 
 def train(path, output, config, *, steps=6, stop=None, resume=None, dropout=0.0, callbacks=(), **arguments):
-    """Losses and gradient norms of each step, and the weights at the end; global batches of four rows."""
+    """Returns the loss and gradient norm of each step, final weights, best checkpoint; 4 samples per microbatch."""
     model = AutoModelForCausalLM.from_pretrained(path, megatron_config=config, attention_dropout=dropout)
     dp_size = 1 if config is None else config.dp_size or 1
     defaults = {
@@ -110,7 +110,7 @@ def test_trainer_resumes_on_another_layout(stories, tmp_path, uninterrupted, sav
 
 
 def test_trainer_resumes_from_a_converted_checkpoint(stories, tmp_path, uninterrupted):
-    """Through Megatron-Core's layout, which keeps neither scheduler nor groups: the script has its own."""
+    """Converts through the Megatron-Core format, which stores neither scheduler nor groups; the script sets them."""
     run_ranks(train, 2, stories, tmp_path / "run", LAYOUTS["tp2"], stop=4)
     convert(tmp_path / "run" / "checkpoint-4", tmp_path / "core", "megatron_core")
     folder = tmp_path / "again" / "checkpoint-4"
@@ -144,7 +144,7 @@ def save_after_steps(path, target, config, dtype):
 
 
 def load_and_save_again(path, source, target, config, dtype):
-    """The loss of the next step, after a checkpoint was read and written in this layout."""
+    """Loads a checkpoint, saves it on this layout and returns the loss of the next step."""
     model, optimizer = make_model_and_optimizer(path, config, dtype)
     checkpoint = open_checkpoint(source)
     load_model(model, checkpoint)
@@ -187,7 +187,7 @@ def test_checkpoint_folder_contents(stories, tmp_path):
     card = {"README.md", "loss.png"}
     assert {name for name in files if not name.endswith((".json", ".safetensors"))} == card
     assert set(json.loads((folder / "manifest.json").read_text())["files"]) == files - card - {"manifest.json"}
-    # Each rank wrote its own half.
+    # Each rank writes its own half.
     sizes = [(folder / f"shard-{rank:05d}-of-00002.safetensors").stat().st_size for rank in range(2)]
     assert max(sizes) < 1.1 * min(sizes)
 
@@ -210,7 +210,7 @@ def test_resume_skips_incomplete_folder(stories, tmp_path):
 
 
 def test_run_continued_in_single_process(stories, tmp_path, uninterrupted):
-    """One process writes stock checkpoints, which it resumes and ranks of a layout refuse before they train."""
+    """A single process writes stock checkpoints, which parallel layouts reject before training."""
 
     def run_trainer(config, **kwargs):
         return run_ranks(train, ranks_of(config), stories, tmp_path, config, **kwargs)[0]
@@ -263,7 +263,7 @@ def test_async_saves_are_complete(stories, tmp_path):
 
 
 def test_merged_files_load_in_transformers(stories, tmp_path):
-    """From the command line, in a process without ranks; tied weights once."""
+    """Merges with the command line in a single process; tied weights are written once."""
     _, weights, _ = run_ranks(train, 4, stories, tmp_path, LAYOUTS["tp2 x dp2 zero3"], steps=2)[0]
     command = ["hf-megatron", "merge", str(tmp_path / "checkpoint-2"), str(tmp_path / "merged")]
     subprocess.run(command, check=True)

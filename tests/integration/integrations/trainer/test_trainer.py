@@ -1,4 +1,4 @@
-"""A stock Trainer on two ranks against the same Trainer in one process: every logged number."""
+"""Tests that the logs, predictions and weights of a stock Trainer match a single process."""
 
 import numpy as np
 import pytest
@@ -15,7 +15,7 @@ TP2_SP = MegatronConfig(tp_size=2, sequence_parallel=True)
 
 
 def rows(count, seed, length=33):
-    """Random rows with unequal numbers of labels, one of them without any."""
+    """Returns random samples with unequal numbers of labels; the second has none."""
     generator = torch.Generator().manual_seed(seed)
     result = []
     for index in range(count):
@@ -34,7 +34,7 @@ def accuracy(prediction):
 
 
 class OwnLoss(Trainer):
-    """Adds nothing, as many do that log something."""
+    """Overrides `compute_loss` without changing it, as many trainers that add logging do."""
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
@@ -116,7 +116,7 @@ def test_data_parallel(stories, tmp_path, layout):
 
 
 def test_custom_compute_loss_with_unlogged_steps(stories, tmp_path):
-    """The last batch of an epoch is not full, and the mean over the training has steps since the last log."""
+    """The last batch of an epoch is not full, and the mean training loss includes steps after the last log."""
     compare(stories, tmp_path, MegatronConfig(dp_size=2), kind=OwnLoss, logging_steps=4, eval_steps=1)
 
 
@@ -166,7 +166,7 @@ def test_load_best_model_at_end(stories, tmp_path):
         save_steps=2,
         save_only_model=True,
         load_best_model_at_end=True,
-        # Never greater than the first time: the first checkpoint stays the best and is read back.
+        # This metric is constant: the first checkpoint stays the best and is loaded at the end.
         metric_for_best_model="samples",
     )
 

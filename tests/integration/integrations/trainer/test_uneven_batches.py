@@ -1,4 +1,4 @@
-"""Data whose rows do not fill the last batch of all ranks: logged numbers, and losses that would count rows twice."""
+"""Tests of data that does not fill the last global batch: logs, and losses that would count samples twice."""
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ from tests.integration.integrations.trl.test_base import DEFAULTS, UNEQUAL, full
 from tests.integration.integrations.trl.test_losses import conversations, tokenizer, unpaired
 
 [DP2] = parse_layouts("dp2")
-# Batches of four rows, of both ranks together in the second case.
+# Global batches of four samples, in a single process and on two ranks.
 PLAIN = DEFAULTS | {"eval_strategy": "no", "gradient_accumulation_steps": 1}
 
 
@@ -28,7 +28,7 @@ def make_batch_size_args(config):
 
 @pytest.mark.parametrize(("count", "each"), [(6, 2), (11, 3), (9, 1)])
 def test_logs_with_prefetched_batches(stories, tmp_path, count, each):
-    """Trainer reads all batches of a step before the first forward: only the last of them has repeated rows."""
+    """Trainer reads all batches of a step before the first forward; only the last has repeated samples."""
 
     def train(path, output, config):
         trainer = SFTTrainer(
@@ -67,7 +67,7 @@ PAIRED |= {
 @pytest.mark.parametrize("trainer_class", PAIRED)
 def test_uneven_preferences_are_rejected_before_training(stories, tmp_path, trainer_class):
     config_class, samples = PAIRED[trainer_class]
-    # The classes that TRL calls experimental make no tokenizer of the model's.
+    # Experimental TRL trainers do not load the model's tokenizer.
     tokenizer_args = (
         {} if trainer_class.__module__.startswith("trl.trainer.") else {"processing_class": tokenizer(stories, DP2)}
     )
@@ -84,7 +84,7 @@ def test_uneven_preferences_are_rejected_before_training(stories, tmp_path, trai
         with pytest.raises(UnsupportedError, match=f"{trainer_class.__name__} on {REFUSED}"):
             uneven.train()
         assert uneven.state.global_step == 0
-        # What does not come to these rows trains.
+        # Runs that do not reach the partial batch train.
         return [
             make_trainer(max_steps=1).train().global_step,
             make_trainer(dataloader_drop_last=True).train().global_step,
@@ -109,7 +109,7 @@ def test_evaluation_counts_no_sample_twice(stories, tmp_path, trainer_class):
         )
         if config is None:
             return trainer.evaluate()["eval_first_loss"]
-        # Two times two rows do not divide six.
+        # Global batches of 2 x 2 samples do not divide six.
         with pytest.raises(
             UnsupportedError, match=f"{trainer_class.__name__} on 2 data-parallel .* 2 batches of 4 samples has 2"
         ):
@@ -172,7 +172,7 @@ def test_custom_classification_loss_is_rejected(tmp_path, is_stream):
         trainer = Weighted(model, arguments, train_dataset=rows.to_iterable_dataset() if is_stream else rows)
         with pytest.raises(UnsupportedError, match=f"Weighted on {REFUSED}"):
             trainer.train()
-        # A stream's end is not known before.
+        # The end of a stream is not known in advance.
         return trainer.state.global_step
 
     assert run_ranks(on_rank, 2) == [1 if is_stream else 0] * 2

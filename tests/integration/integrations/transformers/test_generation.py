@@ -1,4 +1,4 @@
-"""generate() under tensor parallelism: greedy equals one process, sampling is the same on every rank."""
+"""Tests of generate() under tensor parallelism: greedy tokens match a single process, ranks sample identically."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""`generate(do_sample=True)` after a seed: the tokens of one process, call by call, and its random state afterwards."""
+"""Tests that seeded `generate(do_sample=True)` calls match a single process in tokens and in the final RNG state."""
 
 import pytest
 import torch
@@ -41,13 +41,13 @@ def make_assistant(stories):
 
 
 def sample(stories, config):
-    """Three calls after one seed in every way, and the random state that each way leaves."""
+    """Returns the tokens of three calls after one seed and the resulting RNG state, for each way of sampling."""
     model = AutoModelForCausalLM.from_pretrained(stories, megatron_config=config)
     prompt, assistant = tokenize_prompts(stories), make_assistant(stories)
     one_prompt = {name: value[1:] for name, value in prompt.items()}
     outputs = {}
     for way, kwargs in (WAYS | {"assistant": {"assistant_model": assistant}}).items():
-        # The first rank's seed counts.
+        # Only the seed of rank 0 takes effect.
         set_seed(11 + (dist.get_rank() if dist.is_initialized() else 0))
         kwargs = (one_prompt if way == "assistant" else prompt) | kwargs
         calls = [model.generate(**kwargs, max_new_tokens=8, do_sample=True) for _ in range(3)]
@@ -69,7 +69,7 @@ def test_sampled_tokens_match_single_process(stories, one_process, layout):
 
 
 def test_dp_ranks_sample_independently(stories):
-    """On dp ranks a seed counts as in as many processes: each has its own batch and its own random state."""
+    """Data-parallel ranks keep their own batch, seed and RNG state, as separate processes do."""
 
     def on_rank(config=None, rank=None):
         rank = dist.get_rank() if rank is None else rank

@@ -1,4 +1,4 @@
-"""Weights in and out: slices read, merged files written, and everything that must raise instead of going on."""
+"""Tests of loading weights by slices, saving merged files, and the errors raised for invalid inputs."""
 
 import json
 import logging
@@ -65,7 +65,7 @@ def test_error_names_misshaped_weight(stories, tmp_path):
 
 def _save_with_shared_mlp(source, target, config):
     model = AutoModelForCausalLM.from_pretrained(source, megatron_config=config)
-    # Of the last stage, on a pipeline.
+    # On a pipeline, layers of the last stage.
     first, second = [layer for layer in model.model.layers if isinstance(layer, torch.nn.Module)][-2:]
     second.mlp.up_proj.weight = first.mlp.up_proj.weight
     with pytest.raises(CheckpointError, match=r"mlp\.up_proj\.weight share one weight, but LlamaForCausalLM does not"):
@@ -75,7 +75,7 @@ def _save_with_shared_mlp(source, target, config):
 
 @pytest.mark.parametrize("config", [TP2, MegatronConfig(dp_size=2, zero_stage=1)], ids=MegatronConfig.layout)
 def test_save_rejects_user_shared_weights(stories, tmp_path, config):
-    """Read from files without them, stock would draw them anew, and refuses to save as well."""
+    """Stock transformers also refuses to save them: a reload would initialize the missing weight randomly."""
     stock = AutoModelForCausalLM.from_pretrained(stories)
     stock.model.layers[1].mlp.up_proj.weight = stock.model.layers[0].mlp.up_proj.weight
     with pytest.raises(RuntimeError, match="shared tensors"):
@@ -84,7 +84,7 @@ def test_save_rejects_user_shared_weights(stories, tmp_path, config):
 
 
 def sum_shards_after_truncation(path):
-    """The shards of a model whose file was cut to nothing after it was loaded: a mapping would raise SIGBUS."""
+    """Returns sum and offset of each local shard after truncating the loaded file: a memory map would raise SIGBUS."""
     model = AutoModelForCausalLM.from_pretrained(path, megatron_config=TP2)
     torch.distributed.barrier()
     os.truncate(path / "model.safetensors", 0)
@@ -110,7 +110,7 @@ def test_multi_file_merged_save_replaces_earlier_save(stories, tmp_path):
     original = AutoModelForCausalLM.from_pretrained(stories).state_dict()
     assert not info["missing_keys"]
     assert all(torch.equal(tensor, original[name]) for name, tensor in model.state_dict().items())
-    # and a sharded folder is read by slices
+    # A folder of several files is also read by slices.
     run_ranks(save, 2, tmp_path, tmp_path / "again", TP2)
     again = load_file(tmp_path / "again" / "model.safetensors")
     assert again.keys() == original.keys() - {"lm_head.weight"}
@@ -121,7 +121,7 @@ def test_multi_file_merged_save_replaces_earlier_save(stories, tmp_path):
 
 @pytest.mark.parametrize("model_type", ["mixtral", "gpt_neox", "phi3", "deepseek_v3"])
 def test_weight_conversions_are_reverted_on_save(tmp_path, model_type):
-    """Fused experts become per-expert weights again."""
+    """Fused experts are saved as per-expert weights."""
     tiny_model = make_tiny_model(CONFIG_MAPPING[model_type]())
     run_ranks(save, 2, tiny_model.directory, tmp_path, TP2)
     saved, original = load_file(tmp_path / "model.safetensors"), load_file(tiny_model.directory / "model.safetensors")
@@ -163,7 +163,7 @@ def test_bin_files_load_and_unsafe_pickles_raise(stories, tmp_path):
         run_ranks(save, 2, tmp_path, tmp_path / "out2", TP2)
     assert not (tmp_path / "executed").exists()
 
-    # Each value holds the one before twice.
+    # Each value holds the previous one twice: a naive walk takes exponential time.
     pile: list = []
     for _ in range(64):
         pile = [pile, pile]
@@ -294,7 +294,7 @@ def test_initial_weights_are_layout_independent(model_type):
 
 
 def _load_with_new_head(path, layout, seed=3):
-    # Only rank 0 has the user's seed.
+    # Only rank 0 uses the user's seed.
     torch.manual_seed(seed + dist.get_rank())
     model = AutoModelForSequenceClassification.from_pretrained(path, num_labels=3, megatron_config=layout)
     drawn = full_state_dict(model).get("score.weight") if layout is not None else model.score.weight.detach()
@@ -327,7 +327,7 @@ def _load_with_replaced_head(path, layout, seed=3):
 
 @pytest.mark.parametrize("layout", [TP2, MegatronConfig(dp_size=2, zero_stage=3)], ids=MegatronConfig.layout)
 def test_replaced_head_matches_single_process(tmp_path, layout, monkeypatch):
-    """The checkpoint of a masked language model has its head and no pooler."""
+    """The checkpoint of a masked language model has the MLM head and no pooler."""
     import hf_megatron.parallelize as integration
 
     monkeypatch.setattr(integration, "require_verified", lambda *_: None)
@@ -342,7 +342,7 @@ def test_replaced_head_matches_single_process(tmp_path, layout, monkeypatch):
 
 
 def test_pretraining_checkpoint_has_unused_head_and_pooler(tmp_path, monkeypatch):
-    """As google-bert's: for masked language models a second head is surplus, for two others the pooler is."""
+    """As in google-bert checkpoints: the masked language model ignores the second head, the others the pooler."""
     import hf_megatron.parallelize as integration
 
     monkeypatch.setattr(integration, "require_verified", lambda *_: None)
@@ -390,7 +390,7 @@ def _anonymous_bytes():
 
 
 def test_loading_memory(tmp_path):
-    """Anonymous memory above the imports: the shard + the largest tensor + 100 MiB, also after touching all."""
+    """Loading adds at most the local shard, the largest tensor and 100 MiB, even after all parameters are written."""
     config = LlamaConfig(
         hidden_size=1024,
         intermediate_size=2816,

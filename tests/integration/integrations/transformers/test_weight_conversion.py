@@ -1,4 +1,4 @@
-"""Weights whose files hold dims or rows in other places than memory does: read whole, cut afterwards, written back."""
+"""Tests of checkpoints whose layout differs from memory: read in full, converted, then sharded, and saved back."""
 
 import pytest
 import torch
@@ -17,16 +17,16 @@ TASKS = {
     # One fused projection in files, several in memory.
     "hrm_text": "causal",
     "nomic_bert": "masked",
-    # Rows of gate and up in turns in files.
+    # Rows of gate and up are interleaved in files.
     "inkling2_text": "causal",
-    # Gate and up of all experts in files, one after the other in memory.
+    # Gate and up weights (stacked over experts) are separate in files and concatenated in memory.
     "step3p7": "image",
 }
 
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory):
-    """Checkpoints by name, each with what one process saves of it."""
+    """Maps names to checkpoints: model class, source folder, and the weights that a single process saves."""
     return {
         **{name: _save_with_single_process(name, tmp_path_factory.mktemp(name)) for name in TASKS},
         "transposed": _save_with_single_process(

@@ -1,4 +1,4 @@
-"""TRL's stock trainers on every axis against the same trainer in one process, and losses of one's own."""
+"""Tests of TRL's stock trainers on all parallel axes, and of custom losses, against a single process."""
 
 import functools
 import warnings
@@ -61,16 +61,16 @@ DEFAULTS = {
 QUIET = {"report_to": [], "use_cpu": True, "bf16": False, "disable_tqdm": True, "save_strategy": "no"}
 ANIMALS, PLACES = ("cat", "dog", "bird", "big bear", "frog"), ("park", "old house", "garden", "wood by the sea")
 CONFIGS = {SFTTrainer: SFTConfig, DPOTrainer: DPOConfig, RewardTrainer: RewardConfig}
-# What is made of the model's path and its layout.
+# Options that are called with the model's path and its layout.
 MADE = ("ref_model", "teacher_model", "processing_class", "peft_config")
 GIVEN = ("compute_metrics", "compute_loss_func", "reward_funcs")
 UNEQUAL = ("runtime", "per_second", "flos")
-# TRL 1.14 asks for sums of a batch in SFTTrainer, and for logits elsewhere.
+# TRL 1.14 reads sums over a batch in SFTTrainer, and logits in other trainers, instead of token scores.
 ASKS_FOR_SCORES = not is_for_other_version("trl.trainer.sft_trainer:add_fused_lm_head")
 
 
 def layout(text):
-    """Of what `parse_layouts` reads, and the name of a pipeline schedule behind it: "pp2 zbv"."""
+    """Parses a layout, optionally followed by the name of a pipeline schedule: "pp2 zbv"."""
     text, _, schedule = text.partition(" ")
     [config] = parse_layouts(text)
     fields = config.to_dict()
@@ -81,7 +81,7 @@ def layout(text):
 
 
 def preferences(count, seed=0):
-    """Prompts with a better and a worse end, of unequal lengths."""
+    """Returns prompts with a chosen and a rejected completion, of unequal lengths."""
     pairs = []
     for number in range(seed, seed + count):
         animal, place = ANIMALS[number % 5], PLACES[number % 4]
@@ -109,13 +109,13 @@ def save_and_reload(dataset, directory):
 def policy(path, config, trainer_class):
     if trainer_class is not RewardTrainer:
         return AutoModelForCausalLM.from_pretrained(path, megatron_config=config)
-    # A new head, drawn alike on every layout.
+    # A new head, initialized identically on every layout.
     torch.manual_seed(7)
     return AutoModelForSequenceClassification.from_pretrained(path, num_labels=1, megatron_config=config)
 
 
 class StopsAt(TrainerCallback):
-    """Ends a run after a step, as a kill behind its checkpoint does."""
+    """Stops a run after a step, as a kill after its checkpoint does."""
 
     def __init__(self, step):
         self.step = step
@@ -127,7 +127,7 @@ class StopsAt(TrainerCallback):
 def train(
     path, output, config, trainer_class, samples, prepare=None, by_name=False, stop_at=None, resume=None, **kwargs
 ):
-    """Everything the trainer logs, the trained weights, and the most numbers one broadcast over stages had."""
+    """Returns the log, the trained weights, and the shapes of all tensors broadcast between pipeline stages."""
     dp_size = 1 if config is None else config.dp_size or 1
     shapes = [()]
     original = Transport.broadcast
@@ -153,7 +153,7 @@ def train(
         extra["reward_funcs"] = [make(path, config) for make in kwargs.pop("rewards_of").values()]
     datasets = [Dataset.from_list(samples(8)), Dataset.from_list(samples(4, 3))]
     if kwargs.get("precompute_ref_log_probs"):
-        # Ranks read what the first one computed from beside a dataset's file.
+        # Ranks read the results of rank 0 from a file next to the dataset's file.
         datasets = [
             save_and_reload(dataset, output / name) for dataset, name in zip(datasets, ("train", "eval"), strict=True)
         ]
@@ -196,7 +196,7 @@ def compare(stories, tmp_path, text, trainer_class, samples, tolerance=2e-5, abs
             assert {name: entry[name] for name in reference} == pytest.approx(reference, rel=tolerance, abs=absolute)
             assert len(entry) == len(other)
     for name, weight in expected[1].items():
-        # AdamW makes steps of up to the rate, 1e-3, of gradients that are round-off: a few entries of thousands.
+        # AdamW turns gradients that are round-off into steps of up to the rate, 1e-3: a few entries in thousands.
         difference = results[0][1][name] - weight
         assert difference.abs().max() <= 1e-3, name
         assert difference.pow(2).mean().sqrt() <= 5e-5, name
@@ -219,7 +219,7 @@ def test_dpo(stories, tmp_path, text):
 
 @pytest.mark.parametrize("text", ["tp2", "tp2+sp", "pp2", "dp2"])
 def test_reward(stories, tmp_path, text):
-    # By name TRL loads the model itself.
+    # With `by_name`, TRL loads the model itself.
     options = {"by_name": True, "seed": 7} if text == "pp2" else {}
     compare(stories, tmp_path, text, RewardTrainer, preferences, center_rewards_coefficient=0.1, **options)
 
@@ -237,13 +237,13 @@ def test_evaluation_without_targets(stories, tmp_path):
         )
         return trainer.evaluate()["eval_loss"]
 
-    # TRL 1.14 has no number for it, later versions 0.
+    # TRL 1.14 returns NaN here, later versions 0.
     [alone] = run_ranks(evaluate, 1)
     assert run_ranks(evaluate, 2, layout("dp2")) == pytest.approx([alone] * 2, nan_ok=True)
 
 
 def count_right(prediction):
-    """Of tokens of texts, whatever the rows were padded to."""
+    """Accuracy on text tokens, independent of padding."""
     labels = prediction.label_ids[:, 1:]
     right = prediction.predictions[:, :-1].argmax(-1) == labels
     return {"right": float(right[labels > 2].mean())}
@@ -251,7 +251,7 @@ def count_right(prediction):
 
 @torch.no_grad()
 def parallelized_reference(path, config, factor=0.98):
-    """Another model than the policy: of equal ones the better reward is a matter of rounding."""
+    """A reference that differs from the policy: with equal models, rounding would decide the better reward."""
     model = AutoModelForCausalLM.from_pretrained(path, megatron_config=config)
     for parameter in model.parameters():
         parameter.mul_(factor)
@@ -259,7 +259,7 @@ def parallelized_reference(path, config, factor=0.98):
 
 
 def reordering_reference(path, config):
-    """Puts the rows of a batch in another order than the policy."""
+    """A reference whose scores sort the samples of a batch in another order than the policy's scores."""
     return parallelized_reference(path, config, factor=0.5)
 
 
@@ -310,7 +310,7 @@ DIVERGENCES = ("reverse_kl", "forward_kl", "js_divergence", "alpha_divergence")
 
 @pytest.mark.parametrize("text", ["tp2", "pp2", "dp2"])
 def test_every_dpo_loss_type(stories, tmp_path, text):
-    """Weights that tell one from the other."""
+    """Different loss weights distinguish the loss types."""
     kinds = OVER_ROWS + ([] if "dp" in text and not ASKS_FOR_SCORES else list(OVER_THE_BATCH))
     options = {"loss_type": kinds, "loss_weights": [0.1 + 0.05 * number for number in range(len(kinds))]}
     options |= {"label_smoothing": 0.1, "ref_model": parallelized_reference, "learning_rate": 1e-4}
@@ -329,14 +329,14 @@ def test_every_dpo_divergence(stories, tmp_path, kind):
     [(SFTTrainer, texts, PACKED), (DPOTrainer, preferences, {})],
 )
 def test_thirty_context_parallel_steps(stories, tmp_path, trainer_class, samples, options):
-    """What two ranks of a row round otherwise stays small over a run."""
+    """Rounding differences between context-parallel ranks stay small over a run."""
     schedule = {"max_steps": 30, "eval_steps": 10, "learning_rate": 1e-4}
     compare(stories, tmp_path, "cp2", trainer_class, samples, tolerance=2e-4, **schedule, **options)
 
 
 @pytest.mark.parametrize("rows", [5, 7])
 def test_padding_free_samples_are_not_repeated(stories, tmp_path, rows):
-    """The last batch has fewer rows than the ranks' batches together: one of them has some, or none."""
+    """The last global batch is not full: one rank has fewer samples, or none."""
     few = functools.partial(make_texts, rows)
     options = {"padding_free": True, "max_length": None, "gradient_accumulation_steps": 1}
     compare(stories, tmp_path, "dp2", SFTTrainer, few, **options)
@@ -384,7 +384,7 @@ OVER_THE_BATCH = ("aot", "aot_unpaired", "sft")
 
 @pytest.mark.parametrize("text", ["dp2", "dp2+zero3", "pp2+dp2", "tp2+dp2", "cp2+dp2"])
 def test_global_batch_losses(stories, tmp_path, text):
-    """Rows that are sorted, and means over tokens: references laid out alike and otherwise, a whole one, and none."""
+    """Losses that sort samples or average over tokens, with different reference layouts or no reference."""
     options = {"loss_type": OVER_THE_BATCH, "loss_weights": [0.3, 0.5, 0.7], "learning_rate": 1e-4}
     if text == "dp2+zero3":
         options["ref_model"] = full_reference
@@ -470,7 +470,7 @@ else:
     del test_global_batch_losses_are_rejected_on_dp
 
 
-# One call
+# Single calls
 
 
 @functools.lru_cache(maxsize=1)
@@ -485,7 +485,7 @@ def compute_log_probs(model, labels, **batch):
 
 
 def measure_log_probs(tiny_model, config, log_probs_of, sabotage=lambda: None):
-    """A loss that pairs rows and weighs tokens, its gradients, and the log-probabilities themselves."""
+    """Returns loss and gradients of a loss over pairs and tokens, and the log-probabilities."""
     sabotage()
     model = tiny_model.load(megatron_config=config).train()
     [batch] = tiny_model.batches
@@ -535,7 +535,7 @@ SAMPLINGS = [
 
 
 def compute_warped_statistics(model, labels, temperature=1.0, top_k=None, top_p=None, **batch):
-    """As transformers' generation warps them; of what cannot be drawn no gradient."""
+    """Reference that warps logits as transformers' generation does; excluded tokens have no gradient."""
     logits = model(**batch).logits[:, :-1].float()
     shape = logits.shape
     warped = TemperatureLogitsWarper(temperature)(None, logits.flatten(0, 1))
@@ -590,7 +590,7 @@ def test_token_log_probs_in_single_process(stories):
 
 
 def mixed_precision_step(path, config):
-    """A step's log-probabilities and loss; reading them must not make full logits."""
+    """Returns gradient norm and loss of a step; log-probabilities must not gather full logits."""
     model = AutoModelForCausalLM.from_pretrained(path, megatron_config=config).train()
     accelerator = Accelerator(cpu=True, mixed_precision="bf16")
     model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
@@ -619,7 +619,7 @@ def test_mismatched_label_shapes_raise():
         ids = torch.arange(12).view(2, 6)
         with pytest.raises(ConfigError, match="labels of shape .2, 6., logits for .2, 1."):
             token_log_probs(model, ids, input_ids=ids, logits_to_keep=1)
-        # Nothing is left behind: the next call has logits, and no label is no log-probability.
+        # No state is left: the next call has logits, and ignored labels have log-probability 0.
         assert model(input_ids=ids).logits.shape[:2] == (2, 6)
         assert not token_log_probs(model, ids.fill_(-100), input_ids=ids.clamp(min=0)).any()
 
@@ -628,7 +628,7 @@ def test_mismatched_label_shapes_raise():
 
 
 def test_token_scores_from_full_logits():
-    """Of heads that are no linears, and of models that do more to their logits than scale and cap them."""
+    """Used for heads that are not linear, and models that do more than scale and cap their logits."""
     logits = torch.randn(2, 5, 11, requires_grad=True)
     targets = torch.tensor([[1, 2, -100, 10, 0], [-100] * 5])
     log_probs, entropy, best = vocab_log_probs.token_scores(logits, targets, ("log_probs", "entropy", "is_top1"))
@@ -645,7 +645,7 @@ def test_token_scores_from_full_logits():
 
 
 def run_fused_forward(tiny_model, config, chunk):
-    """Every field of TRL's own forward, with the router loss, and the gradients of both differentiable ones."""
+    """Returns all fields of TRL's fused forward with router loss, and the gradients of loss and entropy."""
     vocab_log_probs._TOKENS_PER_CHUNK = chunk
     model = tiny_model.load(megatron_config=config).train()
     if ASKS_FOR_SCORES:
@@ -672,7 +672,7 @@ def test_fused_head_fields_match_trl(text):
             assert max(error.value for error in gradient_errors(measurement, reference)) <= 1
 
 
-# Faults: each must make a comparison above fail
+# Seeded faults: each must make a comparison above fail
 
 
 def skip_hidden_gradient_all_reduce():

@@ -1,4 +1,4 @@
-"""TRL's trainers whose losses count tokens, pair rows or read whole logits themselves, against one process."""
+"""Tests of TRL trainers whose losses count tokens, pair samples or read full logits, against a single process."""
 
 import pytest
 import torch
@@ -36,7 +36,7 @@ def configs(monkeypatch):
 
 
 def unpaired(count, seed=0):
-    """Answers that are good or bad: as many of either in a batch of one rank, and not."""
+    """Returns completions with good and bad labels, in unequal numbers per batch and rank."""
     rows = preferences(count, seed)
     return [
         {"prompt": row["prompt"], "completion": row["chosen" if number % 3 else "rejected"], "label": bool(number % 3)}
@@ -71,7 +71,7 @@ def make_answer_tokenizer(path, config):
 
 
 def make_two_turn_conversations(count, seed=0):
-    """Of two answers each."""
+    """Returns conversations with two answers each."""
     rows = conversations(count, seed)
     return [{"messages": row["messages"] + conversations(1, number)[0]["messages"]} for number, row in enumerate(rows)]
 
@@ -89,7 +89,7 @@ def get_path(path, config):
 
 @torch.no_grad()
 def shrink(model):
-    """Makes a student that is not its teacher."""
+    """Scales the weights, so that student and teacher differ."""
     for parameter in model.parameters():
         parameter.mul_(0.98)
 
@@ -123,7 +123,7 @@ def test_gkd_on_given_texts(stories, tmp_path, text):
     options = {"lmbda": 0.0, "max_length": 64, "teacher_model": teacher, "processing_class": tokenizer}
     if teacher is get_path:
         options["prepare"] = shrink
-    # Logarithms of both distributions whole: the norm of the third step is off by 2.1e-5 on some processors.
+    # Log-probabilities over the full vocabulary: the third gradient norm is off by 2.1e-5 on some processors.
     compare(stories, tmp_path, text, GKDTrainer, conversations, tolerance=5e-5, **options)
 
 
@@ -172,7 +172,7 @@ def test_gkd_with_logit_metrics(stories, tmp_path, text):
 
 
 def test_stock_gkd_loss_is_detected_on_replicas(stories, tmp_path, monkeypatch):
-    """It divides by all ranks' tokens, and the average by the ranks once more."""
+    """It divides by the tokens of all ranks, and gradient averaging divides by the ranks again."""
     monkeypatch.setattr(distillation, "parallel_state", lambda model: None)
     options = GIVEN | {"lmbda": 0.0, "teacher_model": full_reference, "max_steps": 2, "eval_steps": 2}
     with pytest.raises(AssertionError):

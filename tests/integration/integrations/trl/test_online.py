@@ -1,4 +1,4 @@
-"""TRL's trainers that generate inside of a step, GRPO and RLOO, against one process."""
+"""Tests of TRL trainers that generate within a step, GRPO and RLOO, against a single process."""
 
 import dataclasses
 import functools
@@ -33,7 +33,7 @@ from tests.integration.integrations.trl.test_base import StopsAt, adapter, compa
 
 LAYOUTS = ["tp2", "tp2+sp", "pp2", "dp2", "tp2+pp2", "cp2"]
 SIZES = {
-    # Else gradients that are round-off make whole steps, and the divergence from the reference follows them.
+    # A small epsilon would turn round-off gradients into full steps, visible in the KL divergence.
     "adam_epsilon": 1e-5,
     "num_generations": 4,
     "max_completion_length": 8,
@@ -60,14 +60,14 @@ def vowels(completions, **kwargs):
 
 
 def has_favourite(completions, favourite, log_extra, log_metric, **kwargs):
-    """Nothing to say of short texts."""
+    """Reward function that returns None for short texts."""
     log_extra("letter", list(favourite))
     log_metric("length", sum(map(len, completions)) / len(completions))
     return [None if len(text) < 4 else text.count(letter) for text, letter in zip(completions, favourite, strict=True)]
 
 
 def use_recorded_completions(model):
-    """Has replicas take their rows of completions that do not depend on who draws them, as if they were recorded."""
+    """Replaces generation by fixed completions for the global batch; each replica uses the completions of its own samples."""
     calls = iter(range(1000))
     path = Path(model.config._name_or_path)
     text = (path.parent / "tinystories_sample.txt").read_text()[:4000]
@@ -88,7 +88,7 @@ def use_recorded_completions(model):
 
 
 RECORDED = {"prepare": use_recorded_completions}
-# The divergence from the reference is a sum of differences of numbers like -4.
+# The KL divergence sums differences of log-probabilities around -4.
 ROUNDING = {"tolerance": 1e-4, "absolute": 1e-4}
 REWARDS = {"reward_funcs": [vowels, has_favourite]}
 
@@ -128,7 +128,7 @@ KINDS = ("grpo", "dapo", "dr_grpo", "bnpo", "cispo", "sapo", "vespo", "luspo")
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_grpo_loss_type(stories, tmp_path, text, kind):
     options = SIZES | REWARDS | RECORDED | OFF_POLICY | {"loss_type": kind, "max_steps": 4}
-    # VESPO's weights are powers of the ratios of whole sequences.
+    # VESPO's weights are powers of sequence-level probability ratios.
     rounding = dict.fromkeys(ROUNDING, 1e-3) if kind == "vespo" else ROUNDING
     compare(stories, tmp_path, text, GRPOTrainer, prompts, **rounding, **options)
 
@@ -181,13 +181,13 @@ def test_moe_models(experts, tmp_path, text):
 
 @pytest.mark.parametrize("loss_type", ["sigmoid", "aot"])
 def test_dpo_on_moe_models(experts, tmp_path, loss_type):
-    """The router's loss of evaluations too."""
+    """Includes the router loss of evaluations."""
     options = {"loss_type": loss_type, "learning_rate": 1e-4, "max_steps": 2, "eval_steps": 2}
     compare(experts, tmp_path, "dp2", DPOTrainer, preferences, **ROUNDING, **options)
 
 
 def test_replicas_sample_independently(stories, tmp_path):
-    """With weights that ranks hold parts of, and rows that end at unlike places."""
+    """Uses ZeRO-3 weights, and completions that end at different positions."""
 
     def train():
         options = {"num_generations": 8, "generation_kwargs": {"eos_token_id": [2, 346, 261]}}
@@ -203,7 +203,7 @@ def test_replicas_sample_independently(stories, tmp_path):
 
 
 def test_streamed_prompts(stories, tmp_path):
-    """Read by each rank: the same rows as of one process."""
+    """Each rank reads the stream; the samples match a single process."""
     logs_by_layout = [
         run_ranks(train_on_stream, ranks, stories, tmp_path, text)
         for text, ranks in ((None, 1), ("tp2", 2), ("dp2", 2))
@@ -227,7 +227,7 @@ def train_on_stream(path, output, text):
 
 
 def add_random_noise(completions, **kwargs):
-    """Moves every generator, of which those of the other ranks know nothing."""
+    """Reward function that advances all RNGs of the ranks on which it is called."""
     noise = float(torch.rand(())) + float(numpy.random.rand()) + random.random()
     return [len(text) / 10 + noise for text in completions]
 
@@ -262,14 +262,14 @@ def evaluate_prompts(path, output, text):
 
 
 def test_evaluation_with_partial_last_batch(stories, tmp_path):
-    """Accelerate cuts the last batch by prompts, each of which has several rows."""
+    """Accelerate truncates the last batch by prompts, although each prompt has several completions."""
     [alone] = run_ranks(evaluate_prompts, 1, stories, tmp_path, None)
     for losses in run_ranks(evaluate_prompts, 2, stories, tmp_path, "dp2"):
         assert losses == pytest.approx(alone, rel=1e-4, abs=1e-5)
 
 
 def train_part(path, output, text, until, resume):
-    """The last log entry but the summary."""
+    """Trains until a step and returns its log entry."""
     model = test_base.policy(path, None if text is None else test_base.layout(text), GRPOTrainer)
     arguments = test_base.DEFAULTS | SIZES | {"max_steps": 4, "eval_strategy": "no", "temperature": 1.0}
     arguments |= {"save_strategy": "steps", "save_steps": 2}
@@ -286,7 +286,7 @@ def train_part(path, output, text, until, resume):
 
 
 def test_training_resumes_on_another_layout(stories, tmp_path):
-    """Its samples, too."""
+    """Samples continue with the resumed RNG state, too."""
     [expected] = run_ranks(train_part, 1, stories, tmp_path / "alone", None, 4, None)
     run_ranks(train_part, 2, stories, tmp_path / "split", "tp2", 2, None)
     for log in run_ranks(train_part, 2, stories, tmp_path / "split", "pp2", 4, True):
@@ -294,10 +294,10 @@ def test_training_resumes_on_another_layout(stories, tmp_path):
 
 
 def train_with_replay(path, output, text, trainer_class, replays):
-    """Whether experts of losses are those that generated, and how many choices there were; the last log entry."""
+    """Returns the number of expert choices equal to generation, of all choices, and the logged losses."""
     layout = dataclasses.replace(test_base.layout(text), router_replay=replays)
     model = test_base.policy(path, layout, trainer_class)
-    # Weights change between the steps of a batch of completions.
+    # Weights change between the steps on a batch of completions.
     sizes = SIZES | {"learning_rate": 3e-2, "steps_per_generation": 4, "gradient_accumulation_steps": 1, "max_steps": 4}
     arguments = (
         test_base.DEFAULTS | sizes | {"eval_strategy": "no", "per_device_train_batch_size": 4 // (layout.dp_size or 1)}
@@ -346,7 +346,7 @@ def test_router_replay_reuses_generation_experts(experts, tmp_path, text, traine
     assert results[0][2][-1] != pytest.approx(without[0][2][-1], rel=1e-3)
 
 
-# A task that can be learned: a full stop after six tokens
+# Learnable task: a full stop after six tokens
 
 
 def ends_in_time(completion_ids, stop, **kwargs):
@@ -374,11 +374,11 @@ def test_task_is_learned(stories, tmp_path):
         results = run_ranks(train_on_task, ranks, stories, tmp_path, text, timeout=300)
         assert all(rewards == results[0] for rewards in results)
         assert results[0][-1] > alone[-1] - 0.05, text
-        # The same samples, but for rounding.
+        # Early samples match except for rounding.
         assert text == "tp2+dp2" or results[0][:2] == pytest.approx(alone[:2], abs=0.02)
 
 
-# Faults
+# Seeded faults
 
 
 def gather_over_world(tensor):
@@ -447,7 +447,7 @@ def test_faults_are_detected(stories, tmp_path, fault):
     options = {"max_steps": 3, "eval_strategy": "no"} | SIZES | REWARDS | options
     with pytest.raises((AssertionError, RankError)):
         compare_with_fault(fault, stories, tmp_path, text, options)
-    # Without it the same run is equal.
+    # Without the fault the same run matches.
     compare(stories, tmp_path, text, GRPOTrainer, prompts, **ROUNDING, **options)
 
 
@@ -456,7 +456,7 @@ def compare_with_fault(fault, stories, tmp_path, text, options):
     compare(stories, tmp_path, text, GRPOTrainer, prompts, **ROUNDING, **options)
 
 
-# Rewards, sizes and what is refused
+# Rewards, batch sizes and rejected options
 
 
 def reward_model(path, config):
@@ -497,7 +497,7 @@ def test_reward_functions_are_called_once_per_replica(stories, tmp_path):
         def now(completions, log_metric, **kwargs):
             calls.append(len(completions))
             log_metric("calls", len(calls))
-            # What differs from rank to rank.
+            # The rewards differ by rank.
             return [float(dist.get_rank() + number) for number in range(len(completions))]
 
         trainer = make_trainer(stories, tmp_path, "tp2+pp2+dp2", [later, now], per_device_train_batch_size=2)
@@ -547,7 +547,7 @@ def test_parallelized_judge_in_reward_function_is_rejected(stories, tmp_path):
 )
 @pytest.mark.parametrize("config_class", [GRPOConfig, RLOOConfig])
 def test_generation_batch_sizes_count_replicas(stories, tmp_path, given, expected, config_class):
-    """Whether they are known when the arguments are made, or only in the trainer."""
+    """Covers arguments created after the model, and before it, where replicas are not yet known."""
     trainer_class = {GRPOConfig: GRPOTrainer, RLOOConfig: RLOOTrainer}[config_class]
     arguments = test_base.DEFAULTS | SIZES | {"report_to": "none"} | given
 
@@ -566,7 +566,7 @@ def test_generation_batch_sizes_count_replicas(stories, tmp_path, given, expecte
 def test_arguments_created_before_import_are_rejected(stories, tmp_path):
     def build():
         args = GRPOConfig(str(tmp_path), **(test_base.DEFAULTS | SIZES))
-        # As stock derives it.
+        # Value as derived by stock TRL.
         del vars(args)["_hf_megatron_given"]
         args.generation_batch_size = 16
         model = test_base.policy(stories, test_base.layout("tp2"), GRPOTrainer)
@@ -619,7 +619,7 @@ def test_evaluation_with_repeated_samples_is_rejected(stories, tmp_path):
     run_ranks(build, 2)
 
 
-# Frozen models laid out otherwise
+# Frozen models with other layouts
 
 
 def make_frozen_layout(text, **frozen):
@@ -639,7 +639,7 @@ WHOLE_SHARDED = {"tp_size": 1, "pp_size": 1, "sequence_parallel": False, "zero_s
     ],
 )
 def test_frozen_models_with_separate_layouts(stories, tmp_path, monkeypatch, text, frozen):
-    # Of equal models the better reward is a matter of rounding.
+    # With equal models, rounding decides which reward is better.
     monkeypatch.setattr(test_base, "UNEQUAL", (*test_base.UNEQUAL, "accuracies"))
     path = tmp_path / "reward"
     if "reward" in frozen:

@@ -1,4 +1,4 @@
-"""TRL's trainers take Megatron's samples in Megatron's order, as tables, and go on with the next."""
+"""Tests that TRL trainers read tables of Megatron's samples in Megatron's order and resume with the next sample."""
 
 import random
 
@@ -41,7 +41,7 @@ def make_dataset(prefix, **options):
 
 
 def train(stories, prefix, output, sizes, *, rows, steps, stop=None, resume=None, table=True, edit=lambda rows: rows):
-    """Returns the rows of each call of this rank's replica, its dp rank, and losses."""
+    """Returns the samples of each microbatch of this replica, its dp rank, and the losses."""
     layout = {} if sizes is None else {"megatron_config": MegatronConfig(**sizes)}
     model, dataset, ids = AutoModelForCausalLM.from_pretrained(stories, **layout), make_dataset(prefix), []
     options = {
@@ -103,7 +103,7 @@ def test_reordered_tables_are_rejected(stories, prefix, tmp_path, edit):
 
 
 def test_label_replacing_collators_are_rejected(stories, prefix, tmp_path):
-    """Of the rows themselves, without what the dataset ignores."""
+    """Labels copied from the inputs would include tokens that the dataset ignores."""
     tokenizer = AutoTokenizer.from_pretrained(stories, pad_token="</s>")
     arguments = TrainingArguments(str(tmp_path), max_steps=1, **OPTIONS)
     model, collator = (
