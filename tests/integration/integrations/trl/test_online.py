@@ -67,7 +67,7 @@ def has_favourite(completions, favourite, log_extra, log_metric, **kwargs):
 
 
 def use_recorded_completions(model):
-    """Replaces generation by fixed completions for the global batch; each replica uses the completions of its own samples."""
+    """Replaces generation by fixed completions for the global batch; each replica uses those for its samples."""
     calls = iter(range(1000))
     path = Path(model.config._name_or_path)
     text = (path.parent / "tinystories_sample.txt").read_text()[:4000]
