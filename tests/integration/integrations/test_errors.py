@@ -1,4 +1,4 @@
-"""What trains silently wrong on split models today, as most of TRL's trainers: refused by name before work starts."""
+"""Tests that features which would train parallelized models incorrectly are rejected by name before they start."""
 
 import contextlib
 import importlib
@@ -25,7 +25,7 @@ from hf_megatron.models.verification_gate import ConfigUnderTest
 TP2 = MegatronConfig(tp_size=2)
 
 
-def test_adapters_of_transformers(stories):
+def test_transformers_adapters_are_rejected(stories):
     def wrap():
         from peft import LoraConfig
 
@@ -45,52 +45,52 @@ SUPPORTED = {
 }
 
 
-def trainers_of_trl():
-    """Every trainer in the installed package."""
+def list_trl_trainers():
+    """Returns all trainer classes of the installed TRL package by module and name."""
     import trl
 
-    found = {}
+    trainers = {}
     for module in pkgutil.walk_packages(trl.__path__, "trl."):
         if module.name.partition(".")[2].split(".")[0] in ("trainer", "experimental"):
-            # Some need packages of their own.
+            # Some modules need optional packages.
             with contextlib.suppress(ImportError):
                 classes = inspect.getmembers(importlib.import_module(module.name), inspect.isclass)
-                found |= {(kind.__module__, name): kind for name, kind in classes if issubclass(kind, Trainer)}
-    return {key: kind for key, kind in found.items() if key[0].startswith("trl.") and not key[1].startswith("_")}
+                trainers |= {(kind.__module__, name): kind for name, kind in classes if issubclass(kind, Trainer)}
+    return {key: kind for key, kind in trainers.items() if key[0].startswith("trl.") and not key[1].startswith("_")}
 
 
-def test_every_trainer_of_trl_is_compared_or_refused():
-    refused = set()
-    for (module, name), kind in trainers_of_trl().items():
+def test_every_trl_trainer_is_supported_or_rejected():
+    rejected = set()
+    for (module, name), kind in list_trl_trainers().items():
         try:
             reject_other_trl_trainers(kind.__new__(kind))
         except UnsupportedError as error:
             assert str(error).startswith(f"{name}: ") and "these TRL trainers: SFTTrainer, DPOTrainer, " in str(error)
-            refused.add(f"{module}.{name}")
-    assert len(refused) >= 10 and all(name.startswith("trl.experimental.") for name in refused)
-    assert not any(name.endswith(f".{kept}") for name in refused for kept in SUPPORTED["trl.experimental"])
+            rejected.add(f"{module}.{name}")
+    assert len(rejected) >= 10 and all(name.startswith("trl.experimental.") for name in rejected)
+    assert not any(name.endswith(f".{supported}") for name in rejected for supported in SUPPORTED["trl.experimental"])
     listed = (Path(__file__).parents[3] / "docs" / "post_training.md").read_text()
-    assert all(f"`{name.rpartition('.')[2]}`" in listed for name in refused), sorted(refused)
+    assert all(f"`{name.rpartition('.')[2]}`" in listed for name in rejected), sorted(rejected)
 
 
-def test_a_trainer_that_is_refused(stories, tmp_path):
+def test_unsupported_trl_trainers_are_rejected(stories, tmp_path):
     from trl.experimental.gmpo import GMPOConfig, GMPOTrainer
     from trl.experimental.tpo import TPOConfig, TPOTrainer
 
     def build():
         model = AutoModelForCausalLM.from_pretrained(stories, megatron_config=TP2)
         rows = Dataset.from_list([{"prompt": "a", "chosen": "b", "rejected": "c", "reference": "d"}] * 2)
-        given = {"use_cpu": True, "bf16": False, "report_to": "none"}
+        options = {"use_cpu": True, "bf16": False, "report_to": "none"}
         with pytest.raises(UnsupportedError, match="GMPOTrainer: .* these TRL trainers: SFTTrainer, DPO"):
-            args = GMPOConfig(str(tmp_path), num_generations=2, **given)
+            args = GMPOConfig(str(tmp_path), num_generations=2, **options)
             GMPOTrainer(model, reward_funcs=len, args=args, train_dataset=rows)
         with pytest.raises(UnsupportedError, match="TPOTrainer: .* these TRL trainers: SFTTrainer, DPO"):
-            TPOTrainer(model, args=TPOConfig(str(tmp_path), **given), train_dataset=rows)
+            TPOTrainer(model, args=TPOConfig(str(tmp_path), **options), train_dataset=rows)
 
     run_ranks(build, 2)
 
 
-def test_resize_and_distributed_checkpoint(stories, tmp_path):
+def test_resize_and_distributed_checkpoint_are_rejected(stories, tmp_path):
     def call():
         model = AutoModelForCausalLM.from_pretrained(stories, megatron_config=TP2)
         with pytest.raises(UnsupportedError, match="resize_token_embeddings"):
@@ -105,7 +105,7 @@ def test_resize_and_distributed_checkpoint(stories, tmp_path):
 
 SMALL = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
 VISION = SMALL | {"image_size": 8, "patch_size": 4}
-TOWERS = {
+VISION_ENCODERS = {
     "ViTForImageClassification": (ViTConfig(**VISION), "takes pixel_values"),
     "CLIPVisionModel": (CLIPVisionConfig(**VISION), "takes pixel_values"),
     "CLIPModel": (
@@ -115,9 +115,9 @@ TOWERS = {
 }
 
 
-@pytest.mark.parametrize("name", TOWERS)
-def test_towers_over_pipeline_stages(tmp_path, name):
-    config, match = TOWERS[name]
+@pytest.mark.parametrize("name", VISION_ENCODERS)
+def test_vision_encoders_reject_pipeline_stages(tmp_path, name):
+    config, match = VISION_ENCODERS[name]
     getattr(transformers, name)(config).save_pretrained(tmp_path)
 
     def on_rank():

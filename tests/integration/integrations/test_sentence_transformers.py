@@ -1,4 +1,4 @@
-"""Trainer of sentence-transformers around a laid out model: negatives of all ranks, evaluation, saving, resuming."""
+"""Tests of SentenceTransformerTrainer on parallelized models: global negatives, evaluation, saving, resuming."""
 
 import pytest
 import torch
@@ -29,7 +29,7 @@ from hf_megatron.models.verification_gate import ConfigUnderTest
 from tests.conftest import TESTS
 
 STEPS = 20
-# Of a limit, and by how much it is more than the rounding of one process.
+# Smallest tolerance, and its ratio to the rounding error of the single-process run.
 LEAST, FACTOR = 1e-4, 8
 LAYOUTS = {
     "tp2+sp": {"tp_size": 2, "sequence_parallel": True},
@@ -40,17 +40,17 @@ LAYOUTS = {
 }
 
 
-def sentences(count):
+def read_sentences(count):
     text = (TESTS / "data" / "tinystories_sample.txt").read_text("utf-8")
     return [line for line in text.split(".") if 20 < len(line) < 200][:count]
 
 
 def pairs(count):
-    halves = [(line[: len(line) // 2], line[len(line) // 2 :]) for line in sentences(count)]
+    halves = [(line[: len(line) // 2], line[len(line) // 2 :]) for line in read_sentences(count)]
     return Dataset.from_list([{"anchor": first, "positive": second} for first, second in halves])
 
 
-def embedder(stories, layout, *further, dtype=torch.float32):
+def make_embedder(stories, layout, *further, dtype=torch.float32):
     arguments = {"dtype": dtype} if layout is None else {"megatron_config": layout}
     transformer = Transformer(str(stories), model_kwargs=arguments)
     transformer.tokenizer.pad_token = transformer.tokenizer.eos_token
@@ -58,13 +58,13 @@ def embedder(stories, layout, *further, dtype=torch.float32):
     return SentenceTransformer(modules=[transformer, pooling, *further], device="cpu")
 
 
-def evaluator():
-    lines = sentences(12)
+def make_evaluator():
+    lines = read_sentences(12)
     return EmbeddingSimilarityEvaluator(lines[:6], lines[6:], [0.1, 0.9, 0.3, 0.7, 0.5, 0.2], write_csv=False)
 
 
-def trainer_of(stories, folder, layout, loss=MultipleNegativesRankingLoss, rows=40, dtype=torch.float32, **arguments):
-    model = embedder(stories, layout, dtype=dtype)
+def make_trainer(stories, folder, layout, loss=MultipleNegativesRankingLoss, rows=40, dtype=torch.float32, **arguments):
+    model = make_embedder(stories, layout, dtype=dtype)
     replicas = 1 if layout is None else layout.dp_size or 1
     options = {"gather_across_devices": layout is not None} if loss is not CosineSimilarityLoss else {}
     data = pairs(rows)
@@ -80,25 +80,25 @@ def trainer_of(stories, folder, layout, loss=MultipleNegativesRankingLoss, rows=
         SentenceTransformerTrainingArguments(str(folder), **(defaults | arguments)),
         train_dataset=data,
         loss=loss(model, **options),
-        evaluator=evaluator(),
+        evaluator=make_evaluator(),
     )
 
 
-def numbers(trainer):
+def read_log(trainer):
     names = ("loss", "grad_norm", "eval_pearson_cosine")
     return [{name: entry[name] for name in names if name in entry} for entry in trainer.state.log_history]
 
 
 def train(stories, folder, layout, **arguments):
-    trainer = trainer_of(stories, folder / "run", layout, **arguments)
+    trainer = make_trainer(stories, folder / "run", layout, **arguments)
     trainer.train()
     trainer.save_model(str(folder / "saved"))
-    return numbers(trainer)
+    return read_log(trainer)
 
 
-def agree(found, expected, exact):
-    """Compares logs with those of one process, which rounds as `exact`, the same run in double precision, shows."""
-    limits = limits_of(expected, exact)
+def assert_logs_match(found, expected, exact):
+    """Compares logs with the single-process log; tolerances follow from `exact`, the same run in double precision."""
+    limits = compute_limits(expected, exact)
     for log in found:
         assert len(log) == len(expected)
         for entry, other in zip(log, expected, strict=True):
@@ -107,8 +107,8 @@ def agree(found, expected, exact):
                 assert value == pytest.approx(other[name], rel=limits[name], abs=limits[name]), name
 
 
-def limits_of(expected, exact):
-    """Another order of summation is as far from one process as that is from exact numbers, give or take a factor."""
+def compute_limits(expected, exact):
+    """Returns a tolerance per metric: `FACTOR` times the rounding error of the single-process run."""
     limits = {}
     for entry, other in zip(expected, exact, strict=True):
         for name, value in entry.items():
@@ -117,52 +117,52 @@ def limits_of(expected, exact):
     return limits
 
 
-def ranks(name):
+def get_layout_and_ranks(name):
     sizes = LAYOUTS[name]
     layout = ConfigUnderTest(**sizes)
     return layout, layout.ranks_per_replica * (layout.dp_size or 1)
 
 
-def in_both_precisions(stories, folder, **arguments):
-    """What one process logs in single and in double precision."""
+def train_in_both_precisions(stories, folder, **arguments):
+    """Returns the single-process logs in single and in double precision."""
     [log] = run_ranks(train, 1, stories, folder, None, timeout=300, **arguments)
     [exact] = run_ranks(train, 1, stories, folder / "exact", None, timeout=300, dtype=torch.float64, **arguments)
     return log, exact
 
 
-def on_ranks(name, stories, folder, **arguments):
-    layout, count = ranks(name)
+def train_on_ranks(name, stories, folder, **arguments):
+    layout, count = get_layout_and_ranks(name)
     return run_ranks(train, count, stories, folder, layout, timeout=300, **arguments)
 
 
 @pytest.fixture(scope="module")
 def alone(stories, tmp_path_factory):
-    """What one process logs, in single and in double precision, and saves."""
+    """Single-process logs in single and double precision, and the embeddings of the saved model."""
     folder = tmp_path_factory.mktemp("alone")
-    log, exact = in_both_precisions(stories, folder)
+    log, exact = train_in_both_precisions(stories, folder)
     assert sum("loss" in entry for entry in log) == STEPS and any("eval_pearson_cosine" in entry for entry in log)
-    return log, exact, SentenceTransformer(str(folder / "saved"), device="cpu").encode(sentences(6))
+    return log, exact, SentenceTransformer(str(folder / "saved"), device="cpu").encode(read_sentences(6))
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_in_batch_negatives_of_all_ranks(stories, tmp_path, alone, name):
+def test_in_batch_negatives_from_all_ranks(stories, tmp_path, alone, name):
     log, exact, embeddings = alone
-    agree(on_ranks(name, stories, tmp_path), log, exact)
+    assert_logs_match(train_on_ranks(name, stories, tmp_path), log, exact)
     saved = SentenceTransformer(str(tmp_path / "saved"), device="cpu")
-    assert saved.encode(sentences(6)) == pytest.approx(embeddings, abs=1e-3)
+    assert saved.encode(read_sentences(6)) == pytest.approx(embeddings, abs=1e-3)
 
 
 @pytest.mark.parametrize("loss", [CachedMultipleNegativesRankingLoss, CosineSimilarityLoss])
 @pytest.mark.parametrize("name", ["pp2", "tp2+dp2"])
-def test_losses_that_call_the_model_otherwise(stories, tmp_path, loss, name):
+def test_cached_and_similarity_losses(stories, tmp_path, loss, name):
     arguments = {"loss": loss, "max_steps": 4, "eval_strategy": "no"}
-    expected = in_both_precisions(stories, tmp_path / "one", **arguments)
-    agree(on_ranks(name, stories, tmp_path / "split", **arguments), *expected)
+    expected = train_in_both_precisions(stories, tmp_path / "one", **arguments)
+    assert_logs_match(train_on_ranks(name, stories, tmp_path / "split", **arguments), *expected)
 
 
-def train_on_several(stories, folder, layout, batch_sampler="batch_sampler", dtype=torch.float32):
-    """Two datasets in turns, of other columns, with a loss each; the first has every pair twice."""
-    model = embedder(stories, layout, dtype=dtype)
+def train_on_several_datasets(stories, folder, layout, batch_sampler="batch_sampler", dtype=torch.float32):
+    """Trains round-robin on two datasets with different columns and losses; the first contains every pair twice."""
+    model = make_embedder(stories, layout, dtype=dtype)
     replicas = 1 if layout is None else layout.dp_size or 1
     twice = Dataset.from_list([pair for pair in pairs(24) for _ in range(2)])
     scored = pairs(40).add_column("label", [0.1 * (row % 10) for row in range(40)])
@@ -180,29 +180,34 @@ def train_on_several(stories, folder, layout, batch_sampler="batch_sampler", dty
         loss={"pairs": negatives, "scored": CosineSimilarityLoss(model)},
     )
     trainer.train()
-    return numbers(trainer)
+    return read_log(trainer)
 
 
-def several_in_both_precisions(stories, folder, *sampler):
+def train_on_several_datasets_in_both_precisions(stories, folder, *sampler):
     def on_rank(dtype):
-        return train_on_several(stories, folder / str(dtype), None, *sampler, dtype=dtype)
+        return train_on_several_datasets(stories, folder / str(dtype), None, *sampler, dtype=dtype)
 
     return [log for dtype in (torch.float32, torch.float64) for log in run_ranks(on_rank, 1, dtype, timeout=300)]
 
 
 @pytest.mark.parametrize("batch_sampler", ["batch_sampler", "no_duplicates"])
-def test_batches_of_several_datasets(stories, tmp_path, batch_sampler):
-    expected = several_in_both_precisions(stories, tmp_path, batch_sampler)
-    layout, count = ranks("dp2")
-    agree(run_ranks(train_on_several, count, stories, tmp_path / "two", layout, batch_sampler, timeout=300), *expected)
+def test_multi_dataset_batches(stories, tmp_path, batch_sampler):
+    expected = train_on_several_datasets_in_both_precisions(stories, tmp_path, batch_sampler)
+    layout, count = get_layout_and_ranks("dp2")
+    assert_logs_match(
+        run_ranks(train_on_several_datasets, count, stories, tmp_path / "two", layout, batch_sampler, timeout=300),
+        *expected,
+    )
 
 
-def test_batches_that_each_rank_draws_are_found(stories, tmp_path, monkeypatch):
-    expected = several_in_both_precisions(stories, tmp_path)
+def test_rank_local_batch_order_is_detected(stories, tmp_path, monkeypatch):
+    expected = train_on_several_datasets_in_both_precisions(stories, tmp_path)
     monkeypatch.setattr(replaced, "_ranks_with_other_rows", lambda trainer: 1)
-    layout, count = ranks("dp2")
+    layout, count = get_layout_and_ranks("dp2")
     with pytest.raises((AssertionError, RankError)):
-        agree(run_ranks(train_on_several, count, stories, tmp_path / "two", layout, timeout=300), *expected)
+        assert_logs_match(
+            run_ranks(train_on_several_datasets, count, stories, tmp_path / "two", layout, timeout=300), *expected
+        )
 
 
 class StopsAtSave(TrainerCallback):
@@ -210,23 +215,23 @@ class StopsAtSave(TrainerCallback):
         control.should_training_stop = True
 
 
-def half(stories, folder, layout):
-    trainer = trainer_of(stories, folder / "run", layout, save_strategy="steps", save_steps=10)
+def train_first_half(stories, folder, layout):
+    trainer = make_trainer(stories, folder / "run", layout, save_strategy="steps", save_steps=10)
     trainer.add_callback(StopsAtSave())
     trainer.train()
 
 
-def other_half(stories, folder, layout):
-    trainer = trainer_of(stories, folder / "run", layout)
+def resume_second_half(stories, folder, layout):
+    trainer = make_trainer(stories, folder / "run", layout)
     trainer.train(resume_from_checkpoint=True)
-    return numbers(trainer)
+    return read_log(trainer)
 
 
-def test_a_run_goes_on_on_another_layout(stories, tmp_path, alone):
-    layout, count = ranks("tp2+sp")
-    run_ranks(half, count, stories, tmp_path, layout, timeout=300)
-    layout, count = ranks("dp2")
-    agree(run_ranks(other_half, count, stories, tmp_path, layout, timeout=300), *alone[:2])
+def test_training_resumes_on_another_layout(stories, tmp_path, alone):
+    layout, count = get_layout_and_ranks("tp2+sp")
+    run_ranks(train_first_half, count, stories, tmp_path, layout, timeout=300)
+    layout, count = get_layout_and_ranks("dp2")
+    assert_logs_match(run_ranks(resume_second_half, count, stories, tmp_path, layout, timeout=300), *alone[:2])
 
 
 @pytest.mark.parametrize(
@@ -237,24 +242,26 @@ def test_a_run_goes_on_on_another_layout(stories, tmp_path, alone):
     ],
     ids=["own negatives only", "own gradient only"],
 )
-def test_a_wrong_gathering_is_found(stories, tmp_path, alone, monkeypatch, fault):
+def test_incomplete_gathering_is_detected(stories, tmp_path, alone, monkeypatch, fault):
     monkeypatch.setattr(*fault)
     with pytest.raises(AssertionError):
-        agree(on_ranks("dp2", stories, tmp_path, max_steps=4, eval_strategy="no"), alone[0][:4], alone[1][:4])
+        assert_logs_match(
+            train_on_ranks("dp2", stories, tmp_path, max_steps=4, eval_strategy="no"), alone[0][:4], alone[1][:4]
+        )
 
 
-def test_what_would_train_otherwise_is_refused(stories, tmp_path):
-    layout, count = ranks("dp2")
+def test_unsupported_setups_are_rejected(stories, tmp_path):
+    layout, count = get_layout_and_ranks("dp2")
 
     def on_rank():
-        uneven = trainer_of(stories, tmp_path, layout, rows=44, dataloader_drop_last=False, eval_strategy="no")
+        uneven = make_trainer(stories, tmp_path, layout, rows=44, dataloader_drop_last=False, eval_strategy="no")
         with pytest.raises(UnsupportedError, match="dataloader_drop_last=True"):
             uneven.train()
-        compared = trainer_of(stories, tmp_path, layout, eval_strategy="no")
+        compared = make_trainer(stories, tmp_path, layout, eval_strategy="no")
         compared.loss = MatryoshkaLoss(compared.model, CoSENTLoss(compared.model), [32, 16])
         with pytest.raises(UnsupportedError, match="CoSENTLoss .* compares the samples"):
             compared.train()
-        model = embedder(stories, layout, Dense(64, 16))
+        model = make_embedder(stories, layout, Dense(64, 16))
         with pytest.raises(
             UnsupportedError, match=r"SentenceTransformer: it contains a parallelized \w+ and weights .*\(2\."
         ):
@@ -263,7 +270,7 @@ def test_what_would_train_otherwise_is_refused(stories, tmp_path):
     run_ranks(on_rank, count, timeout=200)
 
 
-def test_ranks_with_other_numbers_of_rows_are_refused():
+def test_unequal_batch_sizes_across_ranks_are_rejected():
     def on_rank():
         from accelerate import Accelerator
 

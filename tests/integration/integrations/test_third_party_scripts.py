@@ -1,4 +1,4 @@
-"""TRL's own scripts, changed by the import and the argument alone or not at all (see
+"""Tests of TRL's own scripts, unmodified or with only the import and the argument added (see
 `tests.helpers.third_party_scripts`).
 """
 
@@ -23,7 +23,7 @@ def folder(tmp_path_factory):
 
 
 @pytest.mark.parametrize("name", ["sft.py", "dpo.py"])
-def test_every_logged_number_and_weight(folder, name):
+def test_edited_scripts_match_single_process(folder, name):
     expected = None
     for layout in LAYOUTS[name].split(","):
         (worst, number), apart, count, expected = compare_layout(find_trl_script(name), folder, layout, expected)
@@ -35,13 +35,13 @@ def test_every_logged_number_and_weight(folder, name):
     ("name", "layout"),
     [("sft.py", "tp2+pp2"), ("dpo.py", "dp2"), ("kto.py", "tp2+sp"), ("reward.py", "pp2"), ("reward.py", "tp2")],
 )
-def test_without_any_edit(folder, name, layout):
+def test_unmodified_scripts_match_single_process(folder, name, layout):
     (worst, number), apart, count, _ = compare_layout(find_trl_script(name), folder, layout, launched=True)
     assert count > 20
     assert worst <= LOSS and apart <= WEIGHTS, (number, worst, apart)
 
 
-# Masks of dropout would differ.
+# Dropout is off because its masks would differ between layouts.
 ADAPTER = [
     "--use_peft",
     "--lora_r",
@@ -58,7 +58,7 @@ ADAPTER = [
 @pytest.mark.parametrize(
     ("name", "flags"), [("sft.py", ()), ("dpo.py", ()), ("reward.py", ("--lora_task_type", "SEQ_CLS"))]
 )
-def test_an_adapter_without_any_edit(folder, name, flags):
+def test_unmodified_scripts_with_an_adapter(folder, name, flags):
     expected = None
     for layout in ("tp2+sp", "pp2", "dp2"):
         (worst, number), apart, count, expected = compare_layout(
@@ -69,7 +69,7 @@ def test_an_adapter_without_any_edit(folder, name, flags):
 
 
 @pytest.mark.parametrize("name", ["sft.py", "dpo.py"])
-def test_one_argument_is_added(name):
+def test_import_and_argument_are_added(name):
     assert "LAYOUT" not in compile_script(find_trl_script(name), False).co_names
     code = compile_script(find_trl_script(name), True)
     functions = [constant for constant in code.co_consts if hasattr(constant, "co_names")]

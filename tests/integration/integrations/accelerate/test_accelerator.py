@@ -1,4 +1,4 @@
-"""A plain Accelerate loop on two ranks against one process, and what Accelerate must refuse."""
+"""Tests of a plain Accelerate loop on several ranks against a single process, and of rejected combinations."""
 
 import pytest
 import torch
@@ -14,14 +14,14 @@ from tests.integration.integrations.trainer.test_trainer import rows
 TP2 = MegatronConfig(tp_size=2)
 
 
-def loop(path, config):
+def run_loop(path, config):
     model = AutoModelForCausalLM.from_pretrained(path, megatron_config=config).train()
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.9 ** (step / accelerator.num_processes))
     train, evaluation = DataLoader(rows(9, 0), batch_size=2), DataLoader(rows(7, 1), batch_size=3)
     model, optimizer, train, evaluation, scheduler = accelerator.prepare(model, optimizer, train, evaluation, scheduler)
-    numbers = []
+    steps = []
     for batch in train:
         with accelerator.accumulate(model):
             loss = model(**batch).loss
@@ -30,7 +30,7 @@ def loop(path, config):
             optimizer.step()
             scheduler.step()
             optimizer.zero_grad()
-        numbers.append((loss.item(), float(norm), scheduler.get_last_lr()[0]))
+        steps.append((loss.item(), float(norm), scheduler.get_last_lr()[0]))
     model.eval()
     losses, samples = [], 0
     for batch in evaluation:
@@ -42,18 +42,18 @@ def loop(path, config):
         samples += len(predictions)
         losses.append(accelerator.gather(outputs.loss).mean().item())
     keys = sorted(accelerator.get_state_dict(model)) if config is None else None
-    return numbers, losses, samples, keys
+    return steps, losses, samples, keys
 
 
-def test_loop_equals_one_process(stories):
-    [expected] = run_ranks(loop, 1, stories, None)
-    for numbers, losses, samples, _ in run_ranks(loop, 2, stories, TP2):
-        torch.testing.assert_close(torch.tensor(numbers), torch.tensor(expected[0]), rtol=2e-5, atol=1e-7)
+def test_loop_matches_single_process(stories):
+    [expected] = run_ranks(run_loop, 1, stories, None)
+    for steps, losses, samples, _ in run_ranks(run_loop, 2, stories, TP2):
+        torch.testing.assert_close(torch.tensor(steps), torch.tensor(expected[0]), rtol=2e-5, atol=1e-7)
         assert losses == pytest.approx(expected[1], rel=2e-5)
         assert samples == expected[2] == 7
 
 
-def learning_rates(path, config, counted):
+def record_learning_rates(path, config, counted):
     model = AutoModelForCausalLM.from_pretrained(path, megatron_config=config).train()
     accelerator = Accelerator(cpu=True)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
@@ -63,16 +63,16 @@ def learning_rates(path, config, counted):
     if counted == "one cycle":
         scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1.0, total_steps=steps)
     model, optimizer, data, scheduler = accelerator.prepare(model, optimizer, data, scheduler)
-    found = []
+    rates = []
     for batch in data:
         accelerator.backward(model(**batch).loss)
         optimizer.step()
         scheduler.step()
-        found.append(scheduler.get_last_lr()[0])
-    return found
+        rates.append(scheduler.get_last_lr()[0])
+    return rates
 
 
-# In as many steps of a cycle as dp ranks, stock too has another curve to the same end.
+# Excluded: stock OneCycleLR stepped once per dp rank also follows a different curve to the same end.
 @pytest.mark.parametrize(
     ("layout", "counted"),
     [
@@ -83,26 +83,26 @@ def learning_rates(path, config, counted):
     ],
     ids=str,
 )
-def test_schedules_are_those_of_one_process(stories, layout, counted):
-    """As scripts count their steps that Accelerate is to distribute: in batches of one process, or times processes."""
-    [expected] = run_ranks(learning_rates, 1, stories, None, counted)
-    for found in run_ranks(learning_rates, 2, stories, MegatronConfig(**layout), counted):
-        assert found == pytest.approx(expected, abs=1e-9)
+def test_schedules_match_single_process(stories, layout, counted):
+    """Covers both ways of counting scheduler steps: single-process batches, or steps multiplied by the processes."""
+    [expected] = run_ranks(record_learning_rates, 1, stories, None, counted)
+    for rates in run_ranks(record_learning_rates, 2, stories, MegatronConfig(**layout), counted):
+        assert rates == pytest.approx(expected, abs=1e-9)
 
 
-def generated(path, config, apply_padding):
-    """Of prompts that are split by hand, all tokens on every rank."""
+def generate_split_prompts(path, config, apply_padding):
+    """Generates from prompts that are split between processes and gathers all tokens on every rank."""
     model = AutoModelForCausalLM.from_pretrained(path, megatron_config=config).eval()
     accelerator = Accelerator(cpu=True)
     prompts = [row["input_ids"][None, : 8 + index] for index, row in enumerate(rows(5, 0))]
     tokens = []
-    with accelerator.split_between_processes(prompts, apply_padding=apply_padding) as own:
-        for prompt in own:
+    with accelerator.split_between_processes(prompts, apply_padding=apply_padding) as local_inputs:
+        for prompt in local_inputs:
             mask = torch.ones_like(prompt)
             output = model.generate(input_ids=prompt, attention_mask=mask, max_new_tokens=4, do_sample=False)
             tokens.append(output[0].tolist())
-    with accelerator.split_between_processes({"ids": torch.arange(6), "text": list("abcdef")}) as own:
-        labels = [(int(index), text) for index, text in zip(own["ids"], own["text"], strict=True)]
+    with accelerator.split_between_processes({"ids": torch.arange(6), "text": list("abcdef")}) as local_inputs:
+        labels = [(int(index), text) for index, text in zip(local_inputs["ids"], local_inputs["text"], strict=True)]
     return (
         accelerator.gather_for_metrics(tokens, use_gather_object=True)[:5],
         accelerator.gather_for_metrics(labels, use_gather_object=True),
@@ -112,9 +112,9 @@ def generated(path, config, apply_padding):
 @pytest.mark.parametrize("apply_padding", [False, True])
 @pytest.mark.parametrize("layout", ["tp_size", "pp_size", "dp_size"])
 def test_inputs_are_split_over_replicas(stories, layout, apply_padding):
-    [expected] = run_ranks(generated, 1, stories, None, False)
+    [expected] = run_ranks(generate_split_prompts, 1, stories, None, False)
     assert len(expected[0]) == 5 and len(expected[1]) == 6
-    assert run_ranks(generated, 2, stories, MegatronConfig(**{layout: 2}), apply_padding) == [expected] * 2
+    assert run_ranks(generate_split_prompts, 2, stories, MegatronConfig(**{layout: 2}), apply_padding) == [expected] * 2
 
 
 def test_state_dict_is_full_on_the_first_rank(stories):
@@ -130,7 +130,7 @@ def test_state_dict_is_full_on_the_first_rank(stories):
 
 
 def stop_and_save(path, folder, config):
-    """The step at which all ranks stop; the model is saved as Accelerate's examples do it."""
+    """Saves the model as in Accelerate's examples and returns the step at which all ranks stop."""
     model = AutoModelForCausalLM.from_pretrained(path, megatron_config=config).train()
     accelerator = Accelerator(cpu=True)
     model = accelerator.prepare(model)
@@ -157,7 +157,7 @@ def stop_and_save(path, folder, config):
     [TP2, MegatronConfig(dp_size=2, zero_stage=3), MegatronConfig(tp_size=2, pp_size=2)],
     ids=MegatronConfig.layout,
 )
-def test_triggers_and_saving_as_in_the_examples(stories, tmp_path, layout):
+def test_triggers_and_saving(stories, tmp_path, layout):
     ranks = (layout.tp_size or 1) * (layout.pp_size or 1) * (layout.dp_size or 1)
     assert run_ranks(stop_and_save, ranks, stories, tmp_path, layout) == [2] * ranks
     saved = AutoModelForCausalLM.from_pretrained(tmp_path).state_dict()
@@ -165,7 +165,7 @@ def test_triggers_and_saving_as_in_the_examples(stories, tmp_path, layout):
         assert torch.equal(saved[name], value), name
 
 
-def test_a_state_dict_of_parts_is_not_saved(stories, tmp_path):
+def test_sharded_state_dict_is_not_saved(stories, tmp_path):
     def on_rank():
         model = AutoModelForCausalLM.from_pretrained(stories, megatron_config=TP2)
         with pytest.raises(UnsupportedError, match="requires full tensors on rank 0"):
@@ -174,7 +174,7 @@ def test_a_state_dict_of_parts_is_not_saved(stories, tmp_path):
     run_ranks(on_rank, 2)
 
 
-def test_an_accelerator_that_came_first_is_refused(stories):
+def test_accelerator_created_before_model_is_rejected(stories):
     def prepare():
         accelerator = Accelerator(cpu=True)
         model = AutoModelForCausalLM.from_pretrained(stories, megatron_config=TP2)
@@ -184,7 +184,7 @@ def test_an_accelerator_that_came_first_is_refused(stories):
     run_ranks(prepare, 2)
 
 
-def test_full_model_ddp_is_refused(stories):
+def test_ddp_is_rejected(stories):
     def wrap():
         model = AutoModelForCausalLM.from_pretrained(stories, megatron_config=TP2)
         with pytest.raises(UnsupportedError, match="DistributedDataParallel"):
@@ -193,10 +193,10 @@ def test_full_model_ddp_is_refused(stories):
     run_ranks(wrap, 2)
 
 
-def test_gradient_norm_with_shared_key_value_heads_counts_each_entry_once(stories):
-    """Parameters on two meshes, where stock clipping raises."""
+def test_grad_norm_counts_shared_kv_heads_once(stories):
+    """Parameters lie on two meshes, for which stock clipping raises."""
 
-    def norm(config):
+    def compute_norms(config):
         model = AutoModelForCausalLM.from_pretrained(stories, megatron_config=config).train()
         from hf_megatron.data_parallel.grad_norm import clip_grad_norm
 
@@ -206,7 +206,7 @@ def test_gradient_norm_with_shared_key_value_heads_counts_each_entry_once(storie
         clip_grad_norm(model.parameters(), 0.1)
         return [*values, clip_grad_norm(model.parameters(), 1e9).item()]
 
-    def stock():
+    def compute_stock_norms():
         model = AutoModelForCausalLM.from_pretrained(stories).train()
         batch = {name: torch.stack([row[name] for row in rows(3, 0)]) for name in ("input_ids", "labels")}
         model(**batch).loss.backward()
@@ -215,13 +215,13 @@ def test_gradient_norm_with_shared_key_value_heads_counts_each_entry_once(storie
         clip(model.parameters(), 0.1)
         return [*values, clip(model.parameters(), 1e9).item()]
 
-    expected = stock()
-    for found in run_ranks(norm, 8, MegatronConfig(tp_size=8)):
-        assert found == pytest.approx(expected, rel=1e-5)
+    expected = compute_stock_norms()
+    for norms in run_ranks(compute_norms, 8, MegatronConfig(tp_size=8)):
+        assert norms == pytest.approx(expected, rel=1e-5)
 
 
 @pytest.mark.parametrize("name", ["FSDP", "DEEPSPEED"])
-def test_plugins_of_the_environment_are_refused_by_name(stories, name, monkeypatch):
+def test_fsdp_and_deepspeed_environments_are_rejected(stories, name, monkeypatch):
     monkeypatch.setenv(f"ACCELERATE_USE_{name}", "true")
 
     def load():
@@ -231,7 +231,7 @@ def test_plugins_of_the_environment_are_refused_by_name(stories, name, monkeypat
     run_ranks(load, 2)
 
 
-def test_mixed_precision_follows_one_process(stories):
+def test_mixed_precision_matches_single_process(stories):
     def run(config):
         model = AutoModelForCausalLM.from_pretrained(stories, megatron_config=config).train()
         accelerator = Accelerator(cpu=True, mixed_precision="bf16")
@@ -242,5 +242,5 @@ def test_mixed_precision_follows_one_process(stories):
         return loss.item(), float(accelerator.clip_grad_norm_(model.parameters(), 1.0))
 
     [expected] = run_ranks(run, 1, None)
-    for found in run_ranks(run, 2, TP2):
-        assert found == pytest.approx(expected, rel=2e-2)
+    for values in run_ranks(run, 2, TP2):
+        assert values == pytest.approx(expected, rel=2e-2)

@@ -1,4 +1,4 @@
-"""A plain Accelerate loop that saves its state, stops, and goes on elsewhere."""
+"""Tests of saving and loading the state of plain Accelerate loops."""
 
 import os
 import time
@@ -77,19 +77,19 @@ def loop(path, project, config, *, steps, load=None, save_at=(), prepare=None, c
 LAYOUTS = [MegatronConfig(tp_size=2), MegatronConfig(dp_size=2), MegatronConfig(tp_size=2, dp_size=2, zero_stage=3)]
 
 
-def ranks_of(config):
+def count_ranks(config):
     return config.tp_size * (config.dp_size or 1)
 
 
 @pytest.mark.parametrize("config", LAYOUTS, ids=lambda config: config.layout())
-def test_load_state_continues_bit_equal(stories, tmp_path, config):
+def test_load_state_resumes_bit_identically(stories, tmp_path, config):
     torch.manual_seed(0)
-    uninterrupted = run_ranks(loop, ranks_of(config), stories, tmp_path / "whole", config, steps=4)
-    run_ranks(loop, ranks_of(config), stories, tmp_path / "parts", config, steps=2, save_at=(1, 2))
-    resumed = run_ranks(loop, ranks_of(config), stories, tmp_path / "parts", config, steps=4, load=True)
-    for (losses, rate, seen), (expected, expected_rate, _) in zip(resumed, uninterrupted, strict=True):
+    uninterrupted = run_ranks(loop, count_ranks(config), stories, tmp_path / "whole", config, steps=4)
+    run_ranks(loop, count_ranks(config), stories, tmp_path / "parts", config, steps=2, save_at=(1, 2))
+    resumed = run_ranks(loop, count_ranks(config), stories, tmp_path / "parts", config, steps=4, load=True)
+    for (losses, rate, step_count), (expected, expected_rate, _) in zip(resumed, uninterrupted, strict=True):
         assert losses == expected[4:]
-        assert rate == expected_rate and seen == 4
+        assert rate == expected_rate and step_count == 4
 
 
 def test_automatic_naming_prunes_after_the_commit(stories, tmp_path):
@@ -99,16 +99,16 @@ def test_automatic_naming_prunes_after_the_commit(stories, tmp_path):
     assert all(is_committed(tmp_path / "checkpoints" / name) for name in folders)
 
 
-def test_no_rank_goes_on_while_old_checkpoints_are_removed(stories, tmp_path, monkeypatch):
-    """One that did would list folders that vanish under it."""
+def test_all_ranks_wait_for_checkpoint_pruning(stories, tmp_path, monkeypatch):
+    """A rank that continued earlier could list folders while they are being removed."""
     removed = tmp_path / "removed"
 
-    def slow(*args, **kwargs):
+    def prune_slowly(*args, **kwargs):
         time.sleep(1)
         prune(*args, **kwargs)
         removed.touch()
 
-    monkeypatch.setattr(accelerate_checkpoints, "prune", slow)
+    monkeypatch.setattr(accelerate_checkpoints, "prune", prune_slowly)
 
     def save():
         model = AutoModelForCausalLM.from_pretrained(stories, megatron_config=LAYOUTS[1])
@@ -123,15 +123,15 @@ def test_no_rank_goes_on_while_old_checkpoints_are_removed(stories, tmp_path, mo
     assert run_ranks(save, 2) == [True, True]
 
 
-def automatic(project, **options):
+def make_accelerator(project, **options):
     naming = ProjectConfiguration(str(project), automatic_checkpoint_naming=True, **options)
     return Accelerator(cpu=True, project_config=naming)
 
 
 def save_numbered(path, project, config, numbers, load=False):
-    """Each checkpoint holds its number in every entry of the last norm; returns what `load_state()` finds."""
+    """Saves checkpoints whose final norm is filled with their number; returns the value after `load_state()`."""
     model = AutoModelForCausalLM.from_pretrained(path, megatron_config=config)
-    accelerator = automatic(project, iteration=numbers[0] if numbers else 0)
+    accelerator = make_accelerator(project, iteration=numbers[0] if numbers else 0)
     model = accelerator.unwrap_model(accelerator.prepare(model))
     for number in numbers:
         with torch.no_grad():
@@ -144,8 +144,8 @@ def save_numbered(path, project, config, numbers, load=False):
     return model.model.norm.weight.mean().item()
 
 
-def test_automatic_names_are_all_that_lies_with_checkpoints(stories, tmp_path):
-    """As loops and Accelerate list the folder; a pointer of an earlier version goes with the next save."""
+def test_automatic_naming_adds_no_other_files(stories, tmp_path):
+    """Loops and Accelerate list the folder; the next save removes the `latest` pointer of an earlier version."""
     folder = tmp_path / "checkpoints"
     run_ranks(save_numbered, 2, stories, tmp_path, LAYOUTS[1], [8, 9, 10])
     assert sorted(path.name for path in folder.iterdir()) == ["checkpoint_10", "checkpoint_8", "checkpoint_9"]
@@ -158,18 +158,18 @@ def test_automatic_names_are_all_that_lies_with_checkpoints(stories, tmp_path):
 
 
 @pytest.mark.parametrize("pointer", [False, True], ids=["new", "with a pointer"])
-def test_plain_accelerate_goes_on_with_sharded_checkpoints(stories, tmp_path, pointer):
+def test_stock_accelerate_continues_sharded_checkpoint_folder(stories, tmp_path, pointer):
     run_ranks(save_numbered, 2, stories, tmp_path, LAYOUTS[1], [0, 1])
     if pointer:
         (tmp_path / "checkpoints" / "latest").write_text("checkpoint_1\n")
 
-    def stock(is_active):
+    def save_and_load_stock(is_active):
         if is_active:
-            # As in a process that has parallelized another model.
+            # Patches are active, as after another model was parallelized.
             PATCH_REGISTRY.activate()
         else:
             hf_megatron.disable()
-        accelerator = automatic(tmp_path, total_limit=3, iteration=2)
+        accelerator = make_accelerator(tmp_path, total_limit=3, iteration=2)
         module = accelerator.unwrap_model(accelerator.prepare(torch.nn.Linear(2, 2)))
         for value in (2.0, 3.0):
             torch.nn.init.constant_(module.weight, value)
@@ -178,32 +178,32 @@ def test_plain_accelerate_goes_on_with_sharded_checkpoints(stories, tmp_path, po
         accelerator.load_state()
         return module.weight.mean().item()
 
-    # What replaces nothing cannot take away what an earlier version wrote.
-    assert run_ranks(stock, 1, pointer) == [3.0]
+    # The pointer of an earlier version can only be removed while the patches are active.
+    assert run_ranks(save_and_load_stock, 1, pointer) == [3.0]
     assert sorted(os.listdir(tmp_path / "checkpoints")) == ["checkpoint_1", "checkpoint_2", "checkpoint_3"]
 
 
-def test_the_newest_of_sharded_and_stock_checkpoints_is_loaded(stories, tmp_path):
+def test_newest_sharded_or_stock_checkpoint_is_loaded(stories, tmp_path):
     run_ranks(save_numbered, 2, stories, tmp_path, LAYOUTS[1], [0, 1])
     assert run_ranks(save_numbered, 1, stories, tmp_path, None, [], True) == [1.0]
     run_ranks(save_numbered, 1, stories, tmp_path, None, [2])
     assert run_ranks(save_numbered, 1, stories, tmp_path, None, [], True) == [2.0]
 
-    def refused():
+    def load_rejected():
         with pytest.raises(CheckpointError, match="checkpoint_2 was written by plain Accelerate.*checkpoint_1'"):
             save_numbered(stories, tmp_path, LAYOUTS[1], [], True)
 
-    run_ranks(refused, 2)
+    run_ranks(load_rejected, 2)
     (tmp_path / "checkpoints" / "checkpoint_2" / "random_states_0.pkl").unlink()
 
-    def passed_over():
+    def load_with_warning():
         with pytest.warns(UserWarning, match="checkpoint_2 is passed over for .*checkpoint_1"):
             return save_numbered(stories, tmp_path, LAYOUTS[1], [], True)
 
-    assert run_ranks(passed_over, 2) == [1.0] * 2
+    assert run_ranks(load_with_warning, 2) == [1.0] * 2
 
 
-def test_one_folder_saved_twice_keeps_both_and_loads_the_last(stories, tmp_path):
+def test_saving_twice_keeps_both_and_loads_the_last(stories, tmp_path):
     def save_twice():
         model = AutoModelForCausalLM.from_pretrained(stories, megatron_config=LAYOUTS[1])
         accelerator = Accelerator(cpu=True)
@@ -220,7 +220,7 @@ def test_one_folder_saved_twice_keeps_both_and_loads_the_last(stories, tmp_path)
     assert run_ranks(save_twice, 2) == [("state", "state.1", 3.0)] * 2
 
 
-def test_a_checkpoint_may_be_called_latest_as_the_pointer_is(stories, tmp_path):
+def test_checkpoint_may_be_named_latest(stories, tmp_path):
     def save(folder, names):
         model = AutoModelForCausalLM.from_pretrained(stories, megatron_config=LAYOUTS[1])
         accelerator = Accelerator(cpu=True)
@@ -238,12 +238,14 @@ def test_a_checkpoint_may_be_called_latest_as_the_pointer_is(stories, tmp_path):
             newest = latest(folder)
         return saved, newest.name, model.model.norm.weight.mean().item()
 
-    found = run_ranks(lambda: [save(tmp_path / names[0], names) for names in (["latest"] * 2, ["other", "latest"])], 2)
-    assert found == [[(["latest", "latest.1"], "latest.1", 1.0), (["other", "latest.1"], "latest.1", 1.0)]] * 2
+    results = run_ranks(
+        lambda: [save(tmp_path / names[0], names) for names in (["latest"] * 2, ["other", "latest"])], 2
+    )
+    assert results == [[(["latest", "latest.1"], "latest.1", 1.0), (["other", "latest.1"], "latest.1", 1.0)]] * 2
     assert (tmp_path / "latest" / "latest").is_dir() and (tmp_path / "other" / "latest").is_file()
 
 
-def test_what_cannot_be_stored_without_pickle_is_refused(stories, tmp_path):
+def test_state_that_needs_pickle_is_rejected(stories, tmp_path):
     class Odd:
         def state_dict(self):
             return {"function": print}
@@ -263,7 +265,7 @@ def test_what_cannot_be_stored_without_pickle_is_refused(stories, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_a_folder_without_a_manifest_is_refused(stories, tmp_path):
+def test_folder_without_manifest_is_rejected(stories, tmp_path):
     def load():
         model = AutoModelForCausalLM.from_pretrained(stories, megatron_config=LAYOUTS[0])
         accelerator = Accelerator(cpu=True)

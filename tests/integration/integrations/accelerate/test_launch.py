@@ -1,4 +1,4 @@
-"""Every launch command that README, docs and examples show, with a probe in place of the script."""
+"""Tests of all launch commands in README, docs and examples, mostly with a probe instead of the script."""
 
 import ast
 import json
@@ -31,16 +31,16 @@ open({output!r} + f"/{{trainer.accelerator.process_index}}.probe", "w").write(re
 """
 
 
-def launches():
-    """Each documented launch, up to the script, once; but that of the main job."""
-    seen = {}
+def list_documented_launches():
+    """Returns each distinct documented launch (up to the script), without the main example and `-m hf_megatron`."""
+    pages = {}
     for start in ("accelerate launch ", "torchrun ", "python "):
         for page, command in list_documented_commands(start):
-            # The same launch of another script of that name is the same.
+            # Launches that differ only in the folder of train.py are equal.
             launch = command.partition("train.py")[0].rpartition(" ")[0]
             if "train.py" in command and "-m hf_megatron" not in command and MAIN_LAUNCH not in command:
-                seen.setdefault(f"{launch} examples/train.py", page)
-    return [pytest.param(command, id=f"{page}: {command}") for command, page in seen.items()]
+                pages.setdefault(f"{launch} examples/train.py", page)
+    return [pytest.param(command, id=f"{page}: {command}") for command, page in pages.items()]
 
 
 def run(words, tmp_path, cwd=ROOT):
@@ -49,8 +49,8 @@ def run(words, tmp_path, cwd=ROOT):
     return subprocess.run(words, cwd=cwd, env=environment, capture_output=True, text=True, timeout=300, check=False)
 
 
-def probes(folder):
-    """What each rank wrote, by rank: their lines on one stdout could be torn. The files are taken away."""
+def read_probes(folder):
+    """Returns the probe of each rank and removes the files; lines on a shared stdout could interleave."""
     files = sorted(folder.glob("*.probe"))
     assert [file.stem for file in files] == [str(rank) for rank in range(len(files))]
     texts = [file.read_text() for file in files]
@@ -59,29 +59,29 @@ def probes(folder):
     return [ast.literal_eval(text) for text in texts]
 
 
-@pytest.mark.parametrize("command", launches())
-def test_documented_launch_starts_what_it_says(command, stories, tmp_path):
+@pytest.mark.parametrize("command", list_documented_launches())
+def test_documented_launch_has_expected_ranks(command, stories, tmp_path):
     if "gpu.yaml" in command:
         # The GPU file differs in precision only; on this machine it starts CPU ranks.
         assert "num_processes: 2" in (ROOT / "examples" / "accelerate_tp2_gpu.yaml").read_text()
     probe = tmp_path / "probe.py"
     probe.write_text(PROBE.format(stories=str(stories), output=str(tmp_path)))
     words = [str(probe) if word.endswith("train.py") else word for word in shlex.split(command)]
-    # Any free port: two suites may run on one machine.
+    # Any free port, because several test suites may run on one machine.
     if words[0] == "torchrun":
         words[1:1] = ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
     elif words[:2] == ["accelerate", "launch"]:
         words[2:2] = ["--main_process_port", "0"]
     result = run(words, tmp_path)
     assert result.returncode == 0, result.stderr[-3000:]
-    found = probes(tmp_path)
+    reports = read_probes(tmp_path)
     ranks = 1 if words[0] == "python" else 4 if "dp2" in command else 2
-    assert len(found) == ranks
-    assert all(processes == ranks and tp_size == (None if ranks == 1 else 2) for processes, _, tp_size in found)
+    assert len(reports) == ranks
+    assert all(processes == ranks and tp_size == (None if ranks == 1 else 2) for processes, _, tp_size in reports)
 
 
-def test_the_main_job(tmp_path):
-    """examples/train.py under accelerate launch, shortened: falling loss, merged checkpoint, reloaded, text."""
+def test_main_example(tmp_path):
+    """Short run of examples/train.py: the loss falls, the merged checkpoint is reloaded, text is generated."""
     result = run(
         [
             *MAIN_LAUNCH.split(),
@@ -104,7 +104,7 @@ def test_the_main_job(tmp_path):
     assert (tmp_path / "out" / "model.safetensors").exists() and (tmp_path / "out" / "tokenizer.json").exists()
 
 
-def test_the_same_script_in_one_process_on_another_model_and_data(stories, tmp_path):
+def test_main_example_in_single_process_with_other_data(stories, tmp_path):
     text = tmp_path / "text.txt"
     text.write_text("\n\n".join(f"Story {i}. Once upon a time there was a dog named {i}." * 20 for i in range(60)))
     result = run(
@@ -129,8 +129,8 @@ def test_the_same_script_in_one_process_on_another_model_and_data(stories, tmp_p
 
 
 @pytest.mark.parametrize("quantization", ["none", "nf4-double", "int8"])
-def test_an_adapter(quantization, tmp_path):
-    """examples/lora.py, shortened: a base, an adapter, the same loss in plain PEFT, text."""
+def test_lora_example(quantization, tmp_path):
+    """Short run of examples/lora.py: base model, adapter, equal loss in plain PEFT, generated text."""
     output = tmp_path / "out"
     launch = [*MAIN_LAUNCH.split(), "--main_process_port", "0", "examples/lora.py", "--output_dir", str(output)]
     short = ["--base_steps", "6", "--max_steps", "8", "--save_steps", "4", "--quantization", quantization]
@@ -143,14 +143,14 @@ def test_an_adapter(quantization, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["dpo", "grpo"])
-def test_post_training(name, tmp_path):
-    """examples/dpo.py and grpo.py, shortened: a base, and what TRL makes of it, in plain transformers."""
+def test_post_training_examples(name, tmp_path):
+    """Short runs of examples/dpo.py and grpo.py: base model and post-training, saved for plain transformers."""
     output = tmp_path / "out"
     launch = [*MAIN_LAUNCH.split(), "--main_process_port", "0", f"examples/{name}.py", "--output_dir", str(output)]
     result = run([*launch, "--base_steps", "20", "--max_steps", "12", "--logging_steps", "4"], tmp_path)
     assert result.returncode == 0, result.stderr[-3000:]
-    said = {"dpo": r"Margin of rewards 0.00 -> 0\.\d+", "grpo": r"Mean reward [\d.]+ -> [\d.]+"}
-    assert re.search(said[name], result.stdout), result.stdout
+    patterns = {"dpo": r"Margin of rewards 0.00 -> 0\.\d+", "grpo": r"Mean reward [\d.]+ -> [\d.]+"}
+    assert re.search(patterns[name], result.stdout), result.stdout
     assert (output / "model.safetensors").exists()
 
 
@@ -180,8 +180,8 @@ COMMANDS = {
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_a_command_of_trl(name, stories, tmp_path):
-    """`trl sft --config recipe.yaml`, whose scripts know nothing of this library."""
+def test_trl_cli_commands(name, stories, tmp_path):
+    """Commands such as `trl sft --config recipe.yaml`, whose scripts do not import this library."""
     more, row = COMMANDS[name]
     (tmp_path / "rows.jsonl").write_text("\n".join([json.dumps(row)] * 16))
     (tmp_path / "hf_megatron_test_rewards.py").write_text(
@@ -233,7 +233,7 @@ open({output!r} + f"/{{trainer.accelerator.process_index}}.probe", "w").write(re
 
 
 def test_pipeline_stages_from_a_yaml(stories, tmp_path):
-    """`megatron_lm_pp_degree` and `megatron_lm_num_micro_batches`, trained by a stock Trainer, against one process."""
+    """Trains with `megatron_lm_pp_degree` and `megatron_lm_num_micro_batches` against a single process."""
     (tmp_path / "stages.yaml").write_text(STAGES)
     (tmp_path / "stages.py").write_text(STAGES_SCRIPT.format(stories=str(stories), output=str(tmp_path)))
     options = ["--main_process_port", "0", "--config_file", str(tmp_path / "stages.yaml")]
@@ -245,10 +245,10 @@ def test_pipeline_stages_from_a_yaml(stories, tmp_path):
     for command in commands:
         result = run(command, tmp_path)
         assert result.returncode == 0, result.stderr[-3000:]
-        results.append(probes(tmp_path))
-    found, expected = results
-    assert [line[:2] for line in found] == [["tp1+pp2", 3]] * 2 and len(expected) == 1
-    for line in found:
+        results.append(read_probes(tmp_path))
+    parallel, expected = results
+    assert [line[:2] for line in parallel] == [["tp1+pp2", 3]] * 2 and len(expected) == 1
+    for line in parallel:
         assert line[2:] == pytest.approx(expected[0][2:], rel=2e-6)
 
 
@@ -261,7 +261,7 @@ model.save_pretrained({output!r})
 
 
 @pytest.mark.parametrize("layout", ["tp_size=2", "pp_size=2"])
-def test_one_rank_draws_bars(stories, tmp_path, layout):
+def test_only_one_rank_shows_progress_bars(stories, tmp_path, layout):
     script = tmp_path / "script.py"
     script.write_text(LOADS_AND_SAVES.format(stories=str(stories), layout=layout, output=str(tmp_path / "saved")))
     result = run(["torchrun", "--nproc-per-node", "2", str(script)], tmp_path)
@@ -272,8 +272,8 @@ def test_one_rank_draws_bars(stories, tmp_path, layout):
     )
 
 
-def test_pretraining_goes_on_on_another_layout(tmp_path):
-    """examples/pretrain.py, shortened: two processes that share a model, then two that see other samples."""
+def test_pretraining_resumes_on_another_layout(tmp_path):
+    """Short run of examples/pretrain.py: two tensor-parallel ranks, then two data-parallel ranks."""
     launch = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--standalone"]
     script = [*launch, "examples/pretrain.py", "--output_dir", str(tmp_path / "out"), "--train_iters", "24"]
     result = run([*script, "--tp_size", "2"], tmp_path)

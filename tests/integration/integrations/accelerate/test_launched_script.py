@@ -1,4 +1,4 @@
-"""`python -m hf_megatron`: scripts that know nothing of this library."""
+"""Tests of `python -m hf_megatron` with scripts that do not import this library."""
 
 import json
 import os
@@ -45,8 +45,8 @@ with open(f"{rest[0]}.{__import__('os').environ.get('RANK', 0)}", "w") as file:
 """
 
 
-def launched(tmp_path, stories, *start, **environment):
-    """What the script saw on each rank, and what was said."""
+def run_launched_script(tmp_path, stories, *start, **environment):
+    """Runs the script; returns the report of each rank and stderr."""
     folder = tmp_path / "scripts"
     folder.mkdir()
     (folder / "its_own.py").write_text(SCRIPT, encoding="utf-8")
@@ -71,26 +71,26 @@ use_cpu: true
 """
 
 
-def test_accelerate_launches_a_script_that_knows_nothing(tmp_path, stories):
+def test_accelerate_launches_unmodified_script(tmp_path, stories):
     (tmp_path / "megatron.yaml").write_text(YAML, encoding="utf-8")
     launcher = ("accelerate.commands.launch", "--config_file", "megatron.yaml", "-m", "hf_megatron")
-    seen, said = launched(tmp_path, stories, *launcher, "scripts/its_own.py")
-    for rank in seen:
+    reports, stderr = run_launched_script(tmp_path, stories, *launcher, "scripts/its_own.py")
+    for rank in reports:
         assert rank["name"] == "__main__" and rank["argv"][1:] == ["--its", "own flags"]
         assert rank["place"] == str(tmp_path / "scripts") and rank["split"] == ["model", "reference"]
-    assert said.count("hf_megatron: LlamaForCausalLM is parallelized: tp2+sp.") == 1
+    assert stderr.count("hf_megatron: LlamaForCausalLM is parallelized: tp2+sp.") == 1
 
 
 def test_torchrun_launches_a_module(tmp_path, stories):
     launcher = ("torch.distributed.run", "--nproc_per_node", "2", "-m", "hf_megatron", "-m", "scripts.its_own")
-    seen, said = launched(tmp_path, stories, *launcher, HF_MEGATRON_TP_SIZE="2")
-    assert [rank["split"] for rank in seen] == [["model", "reference"]] * 2
-    assert said.count("hf_megatron: LlamaForCausalLM is parallelized: tp2.") == 1
+    reports, stderr = run_launched_script(tmp_path, stories, *launcher, HF_MEGATRON_TP_SIZE="2")
+    assert [rank["split"] for rank in reports] == [["model", "reference"]] * 2
+    assert stderr.count("hf_megatron: LlamaForCausalLM is parallelized: tp2.") == 1
 
 
-def test_one_process_is_left_alone(tmp_path, stories):
-    [seen], said = launched(tmp_path, stories, "hf_megatron", "scripts/its_own.py")
-    assert seen["split"] == [] and "parallelized" not in said
+def test_single_process_is_not_parallelized(tmp_path, stories):
+    [report], stderr = run_launched_script(tmp_path, stories, "hf_megatron", "scripts/its_own.py")
+    assert report["split"] == [] and "parallelized" not in stderr
 
 
 @pytest.mark.parametrize(
@@ -101,7 +101,7 @@ def test_one_process_is_left_alone(tmp_path, stories):
         (["--config", "tp2.yaml", "its_own.py"], "needs tp_size=2 x cp_size=1 x pp_size=1 = 2 ranks, the job has 1"),
     ],
 )
-def test_what_cannot_start_is_said_in_a_line(tmp_path, arguments, said):
+def test_start_errors_are_one_line(tmp_path, arguments, said):
     (tmp_path / "its_own.py").write_text("raise SystemExit('was run')", encoding="utf-8")
     (tmp_path / "tp2.yaml").write_text("tp_size: 2", encoding="utf-8")
     command = [sys.executable, "-m", "hf_megatron", *arguments]
@@ -117,14 +117,14 @@ def test_what_cannot_start_is_said_in_a_line(tmp_path, arguments, said):
         MegatronConfig(pp_size=2, pipeline_partition=(1, 3), num_microbatches=4, zero_stage=0),
     ],
 )
-def test_a_layout_goes_through_the_environment(layout, monkeypatch):
+def test_layout_round_trips_through_environment(layout, monkeypatch):
     monkeypatch.setattr(os, "environ", {"HF_MEGATRON_TP_SIZE": "8", "HOME": "/"})
     export_layout(layout)
     assert config_from_environment() == layout
 
 
-def in_launch(function, layout, *args):
-    """Runs a function on every rank as a script would be."""
+def run_in_launch(function, layout, *args):
+    """Runs a function as if it were a launched script."""
     RUNTIME.launch = Launch(layout)
     try:
         return function(*args)
@@ -132,7 +132,7 @@ def in_launch(function, layout, *args):
         RUNTIME.launch = None
 
 
-def tiny_vit():
+def make_vit_config():
     sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 16}
     return ViTConfig(**sizes, image_size=8, patch_size=4)
 
@@ -143,30 +143,30 @@ def make_models(path, output):
     drawn = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path))
     assert parallel_state(drawn) is not None
     config = BertConfig(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16, vocab_size=9)
-    parts = EncoderDecoderModel(config=EncoderDecoderConfig.from_encoder_decoder_configs(config, config))
-    assert parallel_state(parts.encoder) is None and parallel_state(parts.decoder) is None
-    vit = ViTModel._from_config(tiny_vit())
+    encoder_decoder = EncoderDecoderModel(config=EncoderDecoderConfig.from_encoder_decoder_configs(config, config))
+    assert parallel_state(encoder_decoder.encoder) is None and parallel_state(encoder_decoder.decoder) is None
+    vit = ViTModel._from_config(make_vit_config())
     assert parallel_state(vit) is None
     vit.save_pretrained(f"{output}/vit{torch.distributed.get_rank()}")
-    # Asked, not trained.
+    # A frozen model is only used for inference.
     vit.requires_grad_(False)(torch.zeros(1, 3, 8, 8))
     assert Accelerator(cpu=True).prepare_model(vit) is vit
     return True
 
 
-def test_what_is_parallelized_and_what_is_left_replicated(stories, tmp_path, capfd):
-    assert run_ranks(in_launch, 2, make_models, TP2, stories, tmp_path) == [True, True]
-    said = capfd.readouterr().err
-    assert said.count("hf_megatron: LlamaForCausalLM is parallelized: tp2.") == 1
-    assert said.count("hf_megatron: ViTModel was not parallelized (replicated on every rank): ") == 1
+def test_models_are_parallelized_or_replicated(stories, tmp_path, capfd):
+    assert run_ranks(run_in_launch, 2, make_models, TP2, stories, tmp_path) == [True, True]
+    stderr = capfd.readouterr().err
+    assert stderr.count("hf_megatron: LlamaForCausalLM is parallelized: tp2.") == 1
+    assert stderr.count("hf_megatron: ViTModel was not parallelized (replicated on every rank): ") == 1
 
 
-def train_full_model(path, output):
+def train_unparallelized_models(path, output):
     arguments = TrainingArguments(str(output), use_cpu=True, report_to=[])
     by_hand = LlamaForCausalLM(AutoConfig.from_pretrained(path))
     with pytest.raises(UnsupportedError, match="LlamaForCausalLM was not parallelized and cannot be trained: it was"):
         Trainer(by_hand, arguments)
-    vit = ViTModel._from_config(tiny_vit())
+    vit = ViTModel._from_config(make_vit_config())
     with pytest.raises(
         UnsupportedError,
         match="ViTModel was not parallelized and cannot be trained: ViTModel .* has no matching parity",
@@ -175,11 +175,11 @@ def train_full_model(path, output):
     return True
 
 
-def test_a_full_model_is_not_trained(stories, tmp_path):
-    assert run_ranks(in_launch, 2, train_full_model, TP2, stories, tmp_path) == [True, True]
+def test_unparallelized_models_are_not_trained(stories, tmp_path):
+    assert run_ranks(run_in_launch, 2, train_unparallelized_models, TP2, stories, tmp_path) == [True, True]
 
 
-def run_here(script, layout):
+def run_failing_script(script, layout):
     sys.path.insert(0, "")
     with pytest.raises(ValueError, match="of the script"):
         run_script(str(script), [], layout)
@@ -187,7 +187,7 @@ def run_here(script, layout):
     return True
 
 
-def test_an_error_of_the_script_is_the_scripts(tmp_path):
+def test_script_errors_propagate(tmp_path):
     script = tmp_path / "wrong.py"
     script.write_text(textwrap.dedent("raise ValueError('of the script')"), encoding="utf-8")
-    assert run_ranks(run_here, 2, script, PP2) == [True, True]
+    assert run_ranks(run_failing_script, 2, script, PP2) == [True, True]

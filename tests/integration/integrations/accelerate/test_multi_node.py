@@ -1,4 +1,4 @@
-"""Two hosts, each a network namespace with an `accelerate launch` of its own, joined by a virtual cable."""
+"""Test of `accelerate launch` on two hosts, simulated by network namespaces with a virtual Ethernet link."""
 
 import contextlib
 import json
@@ -49,7 +49,7 @@ def ip(*words):
 
 @pytest.fixture
 def hosts():
-    """Names of two namespaces that reach each other by ADDRESSES and nothing else."""
+    """Names of two network namespaces that can reach only each other, at ADDRESSES."""
     if shutil.which("ip") is None:
         pytest.skip("needs the ip command to make network namespaces")
     names = [f"hfm{os.getpid()}a", f"hfm{os.getpid()}b"]
@@ -91,7 +91,7 @@ def start(host, machine, config, probe, output):
 def test_two_hosts_form_one_job(hosts, start_by, tmp_path):
     values = yaml.safe_load((ROOT / "examples" / "multi_node.yaml").read_text())
     assert values["num_machines"] == 2 and values["megatron_lm_config"]["megatron_lm_tp_degree"] == 2
-    # What differs from the example: four CPU ranks instead of sixteen GPUs.
+    # Unlike in the example: four CPU ranks instead of sixteen GPUs.
     values |= {"num_processes": 4, "use_cpu": True, "mixed_precision": "no"}
     if start_by == "c10d":
         values |= {"rdzv_backend": "c10d", "same_network": False}

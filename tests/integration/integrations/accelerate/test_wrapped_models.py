@@ -1,4 +1,4 @@
-"""Modules of users around a laid out model: in Accelerate loops without weights of their own, refused elsewhere."""
+"""Tests of user modules that wrap a parallelized model: supported without additional weights, else rejected."""
 
 import pytest
 import torch
@@ -19,8 +19,8 @@ LAYOUTS = [
 ]
 
 
-class Whole(nn.Module):
-    """As Lightning-like scripts write it; `head` is one more name of a weight of the model."""
+class LossWrapper(nn.Module):
+    """Wrapper as in Lightning-style scripts; `head` is a second name for a weight of the model."""
 
     def __init__(self, model):
         super().__init__()
@@ -44,14 +44,14 @@ class Backbone(nn.Module):
         self.layers = model.model.layers
 
 
-def loop(path, config, folder, mixed_precision):
-    wrapper = Whole(AutoModelForCausalLM.from_pretrained(path, megatron_config=config)).train()
+def run_loop(path, config, folder, mixed_precision):
+    wrapper = LossWrapper(AutoModelForCausalLM.from_pretrained(path, megatron_config=config)).train()
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2, mixed_precision=mixed_precision)
     optimizer = torch.optim.AdamW(wrapper.parameters(), lr=1e-3)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.9 ** (step / accelerator.num_processes))
     data = DataLoader(rows(16, 0), batch_size=4 // accelerator.num_processes)
     module, optimizer, data, scheduler = accelerator.prepare(wrapper, optimizer, data, scheduler)
-    numbers = []
+    steps = []
     for batch in data:
         with accelerator.accumulate(module):
             loss = module(**batch)
@@ -60,7 +60,7 @@ def loop(path, config, folder, mixed_precision):
             optimizer.step()
             scheduler.step()
             optimizer.zero_grad()
-        numbers.append((accelerator.reduce(loss.detach(), reduction="mean").item(), float(norm)))
+        steps.append((accelerator.reduce(loss.detach(), reduction="mean").item(), float(norm)))
     weights = accelerator.get_state_dict(module)
     if config is not None:
         assert accelerator.prepare(wrapper) is wrapper is module
@@ -71,39 +71,39 @@ def loop(path, config, folder, mixed_precision):
         assert not accelerator.is_main_process or {*weights} == {*wrapper.state_dict()}
     again = accelerator.get_state_dict(module)
     assert all(torch.equal(tensor, again[name]) for name, tensor in weights.items())
-    return numbers, {name.removeprefix("module."): tensor for name, tensor in weights.items()}
+    return steps, {name.removeprefix("module."): tensor for name, tensor in weights.items()}
 
 
 def compare(stories, tmp_path, config, mixed_precision, tolerance):
-    [(expected, weights)] = run_ranks(loop, 1, stories, None, tmp_path, mixed_precision)
-    found = run_ranks(loop, 2, stories, config, tmp_path, mixed_precision)
-    for numbers, _ in found:
-        torch.testing.assert_close(torch.tensor(numbers), torch.tensor(expected), rtol=tolerance, atol=1e-7)
-    own = found[0][1]
-    assert own.keys() == weights.keys()
+    [(expected, weights)] = run_ranks(run_loop, 1, stories, None, tmp_path, mixed_precision)
+    results = run_ranks(run_loop, 2, stories, config, tmp_path, mixed_precision)
+    for steps, _ in results:
+        torch.testing.assert_close(torch.tensor(steps), torch.tensor(expected), rtol=tolerance, atol=1e-7)
+    parallel_weights = results[0][1]
+    assert parallel_weights.keys() == weights.keys()
     for name, tensor in weights.items():
-        torch.testing.assert_close(own[name], tensor, rtol=0, atol=1e-3 * tolerance / 2e-5, msg=name)
+        torch.testing.assert_close(parallel_weights[name], tensor, rtol=0, atol=1e-3 * tolerance / 2e-5, msg=name)
 
 
 @pytest.mark.parametrize("config", LAYOUTS, ids=MegatronConfig.layout)
-def test_a_module_without_weights_of_its_own_is_prepared(stories, tmp_path, config):
+def test_wrapper_without_weights_is_prepared(stories, tmp_path, config):
     compare(stories, tmp_path, config, "no", 2e-5)
 
 
-def test_mixed_precision_reaches_what_the_module_computes(stories, tmp_path):
+def test_mixed_precision_applies_to_wrapper_forward(stories, tmp_path):
     compare(stories, tmp_path, LAYOUTS[0], "bf16", 2e-2)
 
 
 @pytest.mark.parametrize("config", LAYOUTS, ids=MegatronConfig.layout)
-def test_modules_that_would_train_otherwise_are_refused(stories, config, tmp_path):
+def test_unsupported_wrappers_are_rejected(stories, config, tmp_path):
     def on_rank():
         model = AutoModelForCausalLM.from_pretrained(stories, megatron_config=config)
         accelerator = Accelerator(cpu=True)
-        reward, part, two = RewardModel(model), Backbone(model), nn.ModuleList([model, RewardModel(model)])
+        reward, backbone, two = RewardModel(model), Backbone(model), nn.ModuleList([model, RewardModel(model)])
         for module, text in (
             (reward, r"of a RewardModel: it contains a parallelized \w+ForCausalLM and weights .*\(score.weight \(1, "),
             (two, r"not part of it \(1.score.weight"),
-            (part, r"of a Backbone: it contains model\.layers\.[\w.]+ of a parallelized (FSDP)?Llama"),
+            (backbone, r"of a Backbone: it contains model\.layers\.[\w.]+ of a parallelized (FSDP)?Llama"),
         ):
             with pytest.raises(UnsupportedError, match=text) as caught:
                 accelerator.prepare(module, torch.optim.SGD(module.parameters(), lr=0.1))
@@ -113,14 +113,14 @@ def test_modules_that_would_train_otherwise_are_refused(stories, config, tmp_pat
             parameter.requires_grad_(False)
         assert accelerator.prepare(reward) is reward
         with pytest.raises(UnsupportedError, match="DistributedDataParallel: a parallelized model"):
-            nn.parallel.DistributedDataParallel(Whole(model))
+            nn.parallel.DistributedDataParallel(LossWrapper(model))
         with pytest.raises(UnsupportedError, match="Trainer of a RewardModel: it contains a parallelized"):
             Trainer(reward, TrainingArguments(str(tmp_path), use_cpu=True, report_to=[]), train_dataset=rows(4, 0))
 
     run_ranks(on_rank, 2)
 
 
-def test_two_parallelized_models_in_one_module_are_refused(stories):
+def test_module_with_two_parallelized_models_is_rejected(stories):
     def on_rank():
         models = [AutoModelForCausalLM.from_pretrained(stories, megatron_config=LAYOUTS[1]) for _ in range(2)]
         with pytest.raises(UnsupportedError, match=r"contains 2 parallelized models \(\w+, \w+\). Prepare each"):

@@ -1,4 +1,4 @@
-"""Pushes from parallel jobs and pulls for single ranks, against a Hub that speaks HTTP on loopback."""
+"""Tests of pushes from parallel jobs and pulls for single ranks, against an HTTP Hub server on loopback."""
 
 import hashlib
 import json
@@ -29,7 +29,7 @@ TP2_PP2 = {"tp_size": 2, "pp_size": 2}
 
 
 class Agent:
-    """The process that pushes and pulls (see `hub_agent`)."""
+    """Client of the process that pushes and pulls (see `hub_agent`)."""
 
     def __init__(self, environment):
         command = [sys.executable, "-m", "tests.helpers.hub_agent"]
@@ -66,7 +66,7 @@ def hub():
 def environment(hub, tmp_path_factory):
     home = tmp_path_factory.mktemp("hf_home")
     named = {"HF_ENDPOINT": hub.url, "HF_HOME": str(home), "HF_TOKEN": hub.token}
-    # The server does not speak Xet.
+    # The server does not support Xet.
     fixed = {"HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
     return {**os.environ, **named, **fixed}
 
@@ -87,7 +87,7 @@ def original(stories):
 
 @pytest.fixture(scope="module")
 def untied(tmp_path_factory):
-    """A model whose head is not its embedding, which the first and the last stage would both hold."""
+    """A model with an untied head: a tied embedding would be stored by both the first and the last stage."""
     sizes = {"hidden_size": 64, "intermediate_size": 172, "num_attention_heads": 8, "num_key_value_heads": 4}
     config = LlamaConfig(**sizes, num_hidden_layers=4, vocab_size=512, tie_word_embeddings=False)
     folder = tmp_path_factory.mktemp("untied")
@@ -97,26 +97,26 @@ def untied(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def sharded(agent, untied, tmp_path_factory):
-    """Folder and weights of a checkpoint of tp2 x pp2."""
+    """Folder and weights of a checkpoint saved on tp2 x pp2."""
     folder = tmp_path_factory.mktemp("run") / "checkpoint-2"
     return folder, agent("save_shards", untied, TP2_PP2, folder, ranks=4)[0]
 
 
 @pytest.fixture(scope="module")
 def on_hub(agent, sharded):
-    """A repository with that checkpoint and a card."""
+    """A repository with the sharded checkpoint and a model card."""
     folder = sharded[0]
     (folder / "README.md").write_text("---\nlibrary_name: hf_megatron\ntags: [loopback]\n---\n# A card\n")
     agent("push_shards", folder, "tester/sharded", uploaders="nodes", ranks=2)
     return "tester/sharded"
 
 
-def lfs_files(folder):
+def list_lfs_files(folder):
     return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*.safetensors"))
 
 
 @pytest.mark.parametrize("layout", [TP2, {"pp_size": 2}], ids=["tp2", "pp2"])
-def test_push_to_hub_is_one_commit_that_plain_transformers_reads(hub, agent, stories, original, layout):
+def test_push_to_hub_is_one_commit_readable_by_transformers(hub, agent, stories, original, layout):
     repo = f"tester/merged-{'tp' if 'tp_size' in layout else 'pp'}"
     answers = agent("push_model", stories, layout, repo, private=False, tags=["tiny"], max_shard_size="300KB", ranks=2)
     assert answers[0] == answers[1] and hub.repos[repo].refs["main"] == answers[0]["oid"]
@@ -125,14 +125,14 @@ def test_push_to_hub_is_one_commit_that_plain_transformers_reads(hub, agent, sto
     assert {"config.json", "generation_config.json", "README.md", "model.safetensors.index.json"} <= files.keys()
     assert b"tiny" in files["README.md"] and not [name for name in files if name.endswith(".bin")]
     assert agent("plain_hashes", repo) == original
-    # In fewer files the next time: those of the first push would be read beside them.
+    # The second push has fewer files: leftover files of the first push would also be read.
     agent("push_model", stories, layout, repo, ranks=2)
     assert [name for name in hub.files(repo) if name.endswith((".safetensors", "index.json"))] == ["model.safetensors"]
     assert agent("plain_hashes", repo) == original
 
 
 @pytest.mark.parametrize("layout", [TP2, {"pp_size": 2}], ids=["tp2", "pp2"])
-def test_an_adapter_is_one_commit_that_plain_peft_reads(hub, agent, stories, layout):
+def test_adapter_push_is_one_commit_readable_by_peft(hub, agent, stories, layout):
     repo = f"tester/adapter-{'tp' if 'tp_size' in layout else 'pp'}"
     answers = agent("push_adapter", stories, layout, repo, tags=["tiny"], ranks=2)
     assert answers[0] == answers[1] and hub.repos[repo].refs["main"] == answers[0]["oid"]
@@ -142,8 +142,8 @@ def test_an_adapter_is_one_commit_that_plain_peft_reads(hub, agent, stories, lay
     assert "model.safetensors" not in files
     card = files["README.md"].decode()
     assert f"base_model: {stories}" in card and "library_name: peft" in card and "tiny" in card
-    found = agent("plain_adapter_hashes", repo, stories)
-    assert found == agent("plain_adapter_hashes", repo, stories) and len(found) > 8
+    hashes = agent("plain_adapter_hashes", repo, stories)
+    assert hashes == agent("plain_adapter_hashes", repo, stories) and len(hashes) > 8
 
 
 def test_trainer_pushes_an_adapter(hub, agent, stories, tmp_path):
@@ -157,16 +157,16 @@ def test_trainer_pushes_an_adapter(hub, agent, stories, tmp_path):
     assert len(agent("plain_adapter_hashes", "tester/trained-adapter", stories)) > 8
 
 
-def test_models_of_the_hub_are_converted(agent, untied, sharded, tmp_path):
+def test_hub_models_are_converted(agent, untied, sharded, tmp_path):
     agent("push", untied, "tester/untied")
     assert agent("convert_repo", "tester/untied", tmp_path / "core", "megatron_core") == 39
-    # A repository of its own: pulls take what is in the cache.
+    # A separate repository, because pulls use files that are already cached.
     agent("push_shards", sharded[0], "tester/converted")
     assert agent("convert_repo", "tester/converted", tmp_path / "hf", "hf") == 39
     assert "tester/nobody" in agent.error("convert_repo", "tester/nobody", tmp_path / "x", "hf")
 
 
-def test_save_pretrained_pushes_to_branches_and_pull_requests_too(hub, agent, stories, original, tmp_path):
+def test_save_pretrained_pushes_to_branches_and_pull_requests(hub, agent, stories, original, tmp_path):
     agent("save_and_push", stories, TP2, tmp_path / "out", "tester/saved", ranks=2)
     assert agent("plain_hashes", "tester/saved") == original
     main = hub.repos["tester/saved"].refs["main"]
@@ -181,60 +181,60 @@ def test_save_pretrained_pushes_to_branches_and_pull_requests_too(hub, agent, st
 
 
 @pytest.mark.parametrize("uploaders", ["first", "nodes", "all"])
-def test_a_sharded_push_sends_each_file_once(hub, agent, stories, tmp_path, uploaders):
+def test_sharded_push_uploads_each_file_once(hub, agent, stories, tmp_path, uploaders):
     folder, repo = tmp_path / "checkpoint-2", f"tester/shards-{uploaders}"
     weights = agent("save_shards", stories, TP2_DP2, folder, ranks=4)[0]
     before = len(hub.puts)
     answers = agent("push_shards", folder, repo, uploaders=uploaders, ranks=4)
     assert len({answer["oid"] for answer in answers}) == 1 and hub.commit_count(repo) == 2
     sent = hub.puts[before:]
-    assert len(sent) == len(set(sent)) == len(lfs_files(folder)) == 4
+    assert len(sent) == len(set(sent)) == len(list_lfs_files(folder)) == 4
     files = hub.files(repo)
     assert files.keys() == {*Checkpoint(folder).manifest.files, MANIFEST}
     assert all(content == (folder / name).read_bytes() for name, content in files.items())
     assert weights
-    # Once more: nothing is sent, and no empty commit is made.
+    # Pushing again uploads nothing and creates no empty commit.
     agent("push_shards", folder, repo, uploaders=uploaders, ranks=4)
     assert len(hub.puts) == before + 4 and hub.commit_count(repo) == 2
 
 
-def test_an_interrupted_push_changes_nothing_and_the_next_sends_the_rest(hub, agent, sharded, tmp_path):
+def test_interrupted_push_commits_nothing_and_can_be_retried(hub, agent, sharded, tmp_path):
     folder, repo = shutil.copytree(sharded[0], tmp_path / "checkpoint-2"), "tester/interrupted"
     before = len(hub.puts)
-    lost = hashlib.sha256((folder / lfs_files(folder)[-1]).read_bytes()).hexdigest()
+    lost = hashlib.sha256((folder / list_lfs_files(folder)[-1]).read_bytes()).hexdigest()
     with hub.fault("PUT", lost, 403, first=2):
-        said = agent.error("push_shards", folder, repo, uploaders="all", ranks=2)
-    assert said.count("CheckpointError: Pushing") >= 2 and "403" in said and ".safetensors" in said
-    assert "rank 0 failed" in said and "rank 1 failed" in said
-    kept = hub.puts[before:]
-    # The other rank stored what it had to send.
-    assert 2 <= len(kept) < len(lfs_files(folder))
+        error = agent.error("push_shards", folder, repo, uploaders="all", ranks=2)
+    assert error.count("CheckpointError: Pushing") >= 2 and "403" in error and ".safetensors" in error
+    assert "rank 0 failed" in error and "rank 1 failed" in error
+    stored = hub.puts[before:]
+    # The other rank completed its uploads.
+    assert 2 <= len(stored) < len(list_lfs_files(folder))
     assert hub.commit_count(repo) == 1 and hub.files(repo) == {}
     agent("push_shards", folder, repo, uploaders="all", ranks=2)
     sent = hub.puts[before:]
-    assert len(sent) == len(set(sent)) == len(lfs_files(folder)) and sent[: len(kept)] == kept
+    assert len(sent) == len(set(sent)) == len(list_lfs_files(folder)) and sent[: len(stored)] == stored
     assert hub.files(repo).keys() >= Checkpoint(folder).manifest.files.keys()
 
 
-def test_an_error_of_the_commit_or_of_making_the_repository_reaches_all_ranks(hub, agent, stories, sharded):
+def test_commit_and_create_errors_reach_all_ranks(hub, agent, stories, sharded):
     for pattern in ("/commit/", "/repos/create"):
         with hub.fault("POST", pattern, 400):
-            said = agent.error("push_shards", sharded[0], "tester/refused", ranks=2)
-        assert said.count("CheckpointError: Pushing") >= 2 and "failed on rank 0" in said and "400" in said
+            error = agent.error("push_shards", sharded[0], "tester/refused", ranks=2)
+        assert error.count("CheckpointError: Pushing") >= 2 and "failed on rank 0" in error and "400" in error
     with hub.fault("POST", "/repos/create", 400):
-        said = agent.error("push_model", stories, TP2, "tester/refused", ranks=2)
-    assert "rank 0 failed" in said and "rank 1 failed" in said and "400" in said
+        error = agent.error("push_model", stories, TP2, "tester/refused", ranks=2)
+    assert "rank 0 failed" in error and "rank 1 failed" in error and "400" in error
     assert hub.files("tester/refused") == {}
 
 
-def test_what_is_not_safe_or_not_complete_is_refused_before_anything_is_sent(hub, agent, stories, sharded, tmp_path):
-    def refused(change, *words, source=stories):
+def test_unsafe_or_incomplete_folders_are_rejected_before_upload(hub, agent, stories, sharded, tmp_path):
+    def assert_rejected(change, *words, source=stories):
         folder = tmp_path / f"case-{len(list(tmp_path.iterdir()))}"
         shutil.copytree(source, folder)
         change(folder)
         before = len(hub.log)
-        said = agent.error("push", folder, "tester/nothing")
-        assert all(word in said for word in words), said
+        error = agent.error("push", folder, "tester/nothing")
+        assert all(word in error for word in words), error
         assert len(hub.log) == before and "tester/nothing" not in hub.repos
 
     for name in ("pytorch_model.bin", "weights.pt", "nested/data.distcp"):
@@ -243,31 +243,31 @@ def test_what_is_not_safe_or_not_complete_is_refused_before_anything_is_sent(hub
             (folder / name).parent.mkdir(exist_ok=True)
             (folder / name).write_bytes(b"x")
 
-        refused(add, Path(name).name, "pickle")
-    refused(lambda folder: torch.save({"x": 1}, folder / "notes.json"), "notes.json", "pickle")
-    refused(lambda folder: (folder / "link.json").symlink_to("/etc/hostname"), "link.json", "regular file")
-    refused(lambda folder: os.truncate(folder / "model.safetensors", 5), "model.safetensors", "header")
+        assert_rejected(add, Path(name).name, "pickle")
+    assert_rejected(lambda folder: torch.save({"x": 1}, folder / "notes.json"), "notes.json", "pickle")
+    assert_rejected(lambda folder: (folder / "link.json").symlink_to("/etc/hostname"), "link.json", "regular file")
+    assert_rejected(lambda folder: os.truncate(folder / "model.safetensors", 5), "model.safetensors", "header")
     index = json.dumps({"weight_map": {"x": "model-00001-of-00002.safetensors"}})
-    refused(
+    assert_rejected(
         lambda folder: (folder / "model.safetensors.index.json").write_text(index), "model-00001-of-00002.safetensors"
     )
     shard = "shard-00001-of-00004.safetensors"
-    refused(lambda folder: (folder / shard).unlink(), shard, "missing", source=sharded[0])
-    refused(lambda folder: os.truncate(folder / shard, 100), shard, "100 bytes", source=sharded[0])
+    assert_rejected(lambda folder: (folder / shard).unlink(), shard, "missing", source=sharded[0])
+    assert_rejected(lambda folder: os.truncate(folder / shard, 100), shard, "100 bytes", source=sharded[0])
 
-    def name_a_path(folder):
+    def add_path_to_manifest(folder):
         content = json.loads((folder / MANIFEST).read_text())
         content["facts"]["source"] = {"path": "/data/somebody"}
         (folder / MANIFEST).write_text(json.dumps(content))
 
-    refused(name_a_path, "facts.source.path", "/data/somebody", source=sharded[0])
+    assert_rejected(add_path_to_manifest, "facts.source.path", "/data/somebody", source=sharded[0])
     assert "uploaders = 'some'" in agent.error("push", stories, "tester/nothing", uploaders="some")
     assert "repo_id = 'a/b/c'" in agent.error("push", stories, "a/b/c")
     assert "disagree" in agent.error("push_different", [str(stories), str(tmp_path)], "tester/nothing", ranks=2)
     assert "not a sharded checkpoint" in agent.error("push_shards", stories, "tester/nothing", ranks=2)
 
 
-def test_state_of_stock_loops_and_hidden_files_stay(hub, agent, stories, tmp_path):
+def test_training_state_and_hidden_files_are_not_pushed(hub, agent, stories, tmp_path):
     folder = shutil.copytree(stories, tmp_path / "model")
     for name in ("training_args.bin", "optimizer.pt", "rng_state_0.pth", ".hidden", ".tmp-x/model.safetensors"):
         (folder / name).parent.mkdir(exist_ok=True)
@@ -276,46 +276,46 @@ def test_state_of_stock_loops_and_hidden_files_stay(hub, agent, stories, tmp_pat
     assert hub.files("tester/clean").keys() == {path.name for path in stories.iterdir()}
 
 
-def test_a_card_the_hub_refuses_is_an_error_before_the_upload(hub, agent, stories, tmp_path):
+def test_invalid_model_card_raises_before_upload(hub, agent, stories, tmp_path):
     folder = shutil.copytree(stories, tmp_path / "model")
     before = len(hub.puts)
-    for metadata, said in (("tags: 5", "not iterable"), ("library_name: 7", "library_name"), ("a: [", "README.md")):
+    for metadata, message in (("tags: 5", "not iterable"), ("library_name: 7", "library_name"), ("a: [", "README.md")):
         (folder / "README.md").write_text(f"---\n{metadata}\n---\n")
         answer = agent.error("push", folder, "tester/card")
-        assert "README.md: invalid metadata" in answer and said in answer
+        assert "README.md: invalid metadata" in answer and message in answer
     assert len(hub.puts) == before
 
 
-def test_every_rank_pulls_less_than_all_and_loads_the_same_weights(hub, agent, untied, sharded, on_hub, tmp_path):
+def test_ranks_pull_only_the_files_they_load(hub, agent, untied, sharded, on_hub, tmp_path):
     assert b"# A card" in hub.files(on_hub)["README.md"]
     folders, pulled = [], []
     for rank in range(4):
         folders.append(str(tmp_path / f"rank-{rank}"))
         pulled.append(agent("pull_for", on_hub, folders[-1], TP2_PP2, rank=rank))
-    for rank, one in enumerate(pulled):
-        assert one["fetched"] == one["bytes"] < 0.6 * one["total"]
-        assert f"random-{rank:05d}" not in " ".join(one["absent"])
+    for rank, counts in enumerate(pulled):
+        assert counts["fetched"] == counts["bytes"] < 0.6 * counts["total"]
+        assert f"random-{rank:05d}" not in " ".join(counts["absent"])
         with pytest.raises(Exception, match="hf-megatron pull"):
             Checkpoint(folders[rank]).check(
-                *unsharded(folders[rank], "optimizer/0/exp_avg/model.layers", pulled[3 - rank])
+                *find_omitted_moment(folders[rank], "optimizer/0/exp_avg/model.layers", pulled[3 - rank])
             )
     weights = sharded[1]
     for answer, moments in agent("load_shards", untied, TP2_PP2, folders, ranks=4):
         assert answer in (weights, {}) and set(moments["steps"]) == {2.0} and moments["largest"] > 0
-    # The other stage's ranks find that their files are not here.
-    said = agent.error("load_shards", untied, TP2_PP2, folders[::-1], ranks=4)
-    assert "pulled for other ranks or another layout" in said and "hf-megatron pull" in said and "shard-" in said
-    # A second pull into one of them adds what the other needs; then it is a whole one for a host with both.
+    # Ranks of the other stage do not find their files in these folders.
+    error = agent.error("load_shards", untied, TP2_PP2, folders[::-1], ranks=4)
+    assert "pulled for other ranks or another layout" in error and "hf-megatron pull" in error and "shard-" in error
+    # A second pull into one folder adds the files of the other stage, as for a host that runs both stages.
     more = agent("pull_for", on_hub, folders[0], TP2_PP2, rank=3)
     assert 0 < more["fetched"] < more["bytes"]
     assert agent("load_shards", untied, TP2_PP2, [folders[0]] * 4, ranks=4)[0][0] == weights
-    all_of_it = agent("pull_for", on_hub, folders[0])
-    assert not all_of_it["absent"] and not (Path(folders[0]) / PARTIAL).exists()
+    complete = agent("pull_for", on_hub, folders[0])
+    assert not complete["absent"] and not (Path(folders[0]) / PARTIAL).exists()
     assert agent("load_shards", untied, TP2, [folders[0]] * 2, ranks=2)[0][0] == weights
 
 
-def unsharded(folder, start, other):
-    """Arguments of `check` for a moment that another rank's files hold."""
+def find_omitted_moment(folder, start, other):
+    """Returns the arguments of `check` for an optimizer moment whose files this rank did not pull."""
     checkpoint = Checkpoint(folder)
     for name, entry in checkpoint.manifest.tensors.items():
         if name.startswith(start) and {piece.file for piece in entry.pieces} <= set(checkpoint.omitted):
@@ -323,8 +323,8 @@ def unsharded(folder, start, other):
     raise AssertionError(f"everything is in {folder}, {other}")
 
 
-def test_layouts_that_did_not_write_the_checkpoint_pull_what_they_need(agent, stories, tmp_path):
-    """ZeRO stages, dp and another number of stages, of a model whose embedding is tied."""
+def test_other_layouts_pull_the_files_they_need(agent, stories, tmp_path):
+    """ZeRO-3, data parallelism and another number of pipeline stages, for a model with a tied embedding."""
     weights = agent("save_shards", stories, TP2_PP2, tmp_path / "checkpoint-2", ranks=4)[0]
     agent("push_shards", tmp_path / "checkpoint-2", "tester/tied")
     others = {"pp_size": 4}, {"pp_size": 2, "dp_size": 2, "zero_stage": 3}, TP2_DP2, {"pp_size": 2, "cp_size": 2}
@@ -334,19 +334,19 @@ def test_layouts_that_did_not_write_the_checkpoint_pull_what_they_need(agent, st
             pulled = agent("pull_for", "tester/tied", folder, layout, rank=rank)
             fractions.append(pulled["bytes"] / pulled["total"])
         assert agent("load_shards", stories, layout, folders, ranks=4)[0][0] == weights, layout
-        # Where a rank holds whole weights of a stage it needs the tied ones of all files.
+        # A rank that holds the full weights of a stage needs the tied embedding from all files.
         assert min(fractions) < 0.85 or layout in (TP2_DP2, others[-1]), fractions
 
 
-def test_a_damaged_download_names_the_file_and_a_lost_connection_goes_on(hub, agent, on_hub, tmp_path):
+def test_damaged_download_raises_and_lost_connection_resumes(hub, agent, on_hub, tmp_path):
     shard = "shard-00000-of-00004.safetensors"
     with hub.fault("GET", f"/resolve/.*/{shard}", "flip"):
-        said = agent.error("pull_for", on_hub, tmp_path / "flipped")
-    assert shard in said and "blake3" in said
+        error = agent.error("pull_for", on_hub, tmp_path / "flipped")
+    assert shard in error and "blake3" in error
     assert not (tmp_path / "flipped" / MANIFEST).exists() and not (tmp_path / "flipped" / shard).exists()
     before = dict(hub.sent)
     pulled = agent("pull_for", on_hub, tmp_path / "flipped")
-    # What came whole the first time is not fetched again.
+    # Files that arrived intact the first time are not fetched again.
     assert pulled["fetched"] < pulled["bytes"]
     assert hub.sent[shard] - before[shard] == (tmp_path / "flipped" / shard).stat().st_size
     Checkpoint(tmp_path / "flipped").verify()
@@ -356,15 +356,15 @@ def test_a_damaged_download_names_the_file_and_a_lost_connection_goes_on(hub, ag
     Checkpoint(tmp_path / "dropped").verify()
 
 
-def test_an_existing_checkpoint_is_not_pulled_over(agent, stories, sharded, on_hub, tmp_path):
+def test_pull_does_not_overwrite_a_checkpoint(agent, stories, sharded, on_hub, tmp_path):
     folder = tmp_path / "checkpoint"
     agent("save_shards", stories, TP2, folder, ranks=2)
     assert "never overwritten" in agent.error("pull_for", on_hub, folder)
     Checkpoint(folder).verify()
 
 
-def test_a_manifest_that_lists_a_pickle_is_not_followed(hub, agent, on_hub, tmp_path):
-    """Pushed by somebody who has other tools."""
+def test_manifest_with_pickle_is_rejected(hub, agent, on_hub, tmp_path):
+    """Such a manifest can only be pushed with other tools."""
     entry = hub.repos[on_hub]
     manifest = json.loads(hub.files(on_hub)[MANIFEST])
     manifest["files"]["code.bin"] = next(iter(manifest["files"].values()))
@@ -378,7 +378,7 @@ def test_a_manifest_that_lists_a_pickle_is_not_followed(hub, agent, on_hub, tmp_
     assert not (tmp_path / "x" / MANIFEST).exists() and not (tmp_path / "x" / "code.bin").exists()
 
 
-def test_a_stage_pulls_its_files_of_merged_weights(hub, agent, stories, original, tmp_path):
+def test_pipeline_stage_pulls_its_merged_weight_files(hub, agent, stories, original, tmp_path):
     agent("push_model", stories, TP2, "tester/parts", max_shard_size="150KB", ranks=2)
     folders, layout = [str(tmp_path / f"host-{rank}") for rank in range(2)], {"pp_size": 2}
     for rank, folder in enumerate(folders):
@@ -388,17 +388,17 @@ def test_a_stage_pulls_its_files_of_merged_weights(hub, agent, stories, original
             AutoModelForCausalLM.from_pretrained(f"{folder}/model")
     hashes, name = agent("load_merged", folders, layout, ranks=2)[0]
     assert hashes == original and name == "model"
-    said = agent.error("load_merged", folders[::-1], layout, ranks=2)
-    assert "hf-megatron pull" in said and "model-0000" in said
-    full_of_it = agent("pull_for", "tester/parts", tmp_path / "tp", TP2, rank=1)
-    assert not full_of_it["absent"], "every tp rank reads a part of each file"
+    error = agent.error("load_merged", folders[::-1], layout, ranks=2)
+    assert "hf-megatron pull" in error and "model-0000" in error
+    complete = agent("pull_for", "tester/parts", tmp_path / "tp", TP2, rank=1)
+    assert not complete["absent"], "every tp rank reads a part of each file"
     with hub.fault("GET", "/resolve/.*/model-00001", "flip"):
         assert "sha256" in agent.error("pull_for", "tester/parts", tmp_path / "flipped")
 
 
-def test_what_cannot_be_pulled_says_why(agent, on_hub, tmp_path):
-    said = agent.error("pull_for", on_hub, tmp_path / "x", TP2_PP2, rank=4)
-    assert "rank = 4" in said and "0 to 3" in said
+def test_invalid_pulls_raise_clear_errors(agent, on_hub, tmp_path):
+    error = agent.error("pull_for", on_hub, tmp_path / "x", TP2_PP2, rank=4)
+    assert "rank = 4" in error and "0 to 3" in error
     assert "needs a layout" in agent.error("pull_for", on_hub, tmp_path / "x", rank=0)
     assert "tester/nowhere" in agent.error("pull_for", "tester/nowhere", tmp_path / "x")
     assert "no-such-branch" in agent.error("pull_for", on_hub, tmp_path / "x", revision="no-such-branch")
@@ -406,7 +406,7 @@ def test_what_cannot_be_pulled_says_why(agent, on_hub, tmp_path):
 
 
 @pytest.mark.parametrize("strategy", ["every_save", "checkpoint"])
-def test_trainer_pushes_from_all_ranks_and_no_pickles(hub, agent, stories, tmp_path, strategy):
+def test_trainer_pushes_without_pickles(hub, agent, stories, tmp_path, strategy):
     repo = f"tester/trainer-{strategy}"
     answers = agent("trainer_push", stories, TP2, tmp_path / "run", repo, hub_strategy=strategy, ranks=2)
     assert answers[0]["oid"] == answers[1]["oid"] == hub.repos[repo].refs["main"]
@@ -419,10 +419,10 @@ def test_trainer_pushes_from_all_ranks_and_no_pickles(hub, agent, stories, tmp_p
         assert f"last-checkpoint/{MANIFEST}" in nested
 
 
-def test_trainer_refuses_pushes_during_training(agent, stories, tmp_path):
+def test_trainer_rejects_pushes_with_async_save(agent, stories, tmp_path):
     layout = TP2 | {"async_save": True}
-    said = agent.error("trainer_push", stories, layout, tmp_path / "run", "tester/async", ranks=2)
-    assert "hub_strategy" in said and "async_save" in said
+    error = agent.error("trainer_push", stories, layout, tmp_path / "run", "tester/async", ranks=2)
+    assert "hub_strategy" in error and "async_save" in error
 
 
 def test_command_line(hub, environment, sharded, on_hub, tmp_path):
@@ -446,9 +446,11 @@ def test_documented_commands(environment, sharded, on_hub, tmp_path):
         "REPO": "tester/named",
         "me/run": "tester/run",
     }
-    found = [command for kind in ("push", "pull") for _, command in list_documented_commands(f"hf-megatron {kind} ")]
-    assert len(found) > 1
-    for command in found:
+    documented = [
+        command for kind in ("push", "pull") for _, command in list_documented_commands(f"hf-megatron {kind} ")
+    ]
+    assert len(documented) > 1
+    for command in documented:
         words = [str(places.get(word, word)) for word in command.split()[1:]]
         command = [sys.executable, "-m", "hf_megatron.cli", *words]
         result = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
@@ -457,7 +459,7 @@ def test_documented_commands(environment, sharded, on_hub, tmp_path):
 
 
 def test_exit_codes(tmp_path):
-    """What is refused before the Hub is asked."""
+    """Invalid arguments are rejected before any request to the Hub."""
 
     def run(*arguments):
         result = CliRunner().invoke(app, list(map(str, arguments)))

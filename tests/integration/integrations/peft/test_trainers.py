@@ -1,4 +1,4 @@
-"""TRL's trainers with `peft_config=` on split models: every logged number, and the adapter, of one process."""
+"""Tests that TRL trainers with `peft_config=` match the logs and adapters of a single process."""
 
 import shutil
 
@@ -20,36 +20,36 @@ def lora(path, config):
 
 @pytest.mark.parametrize("text", ["tp2", "tp2+sp", "pp2", "dp2", "tp2+pp2", "cp2"])
 @pytest.mark.parametrize(("trainer_class", "samples"), TRAINERS)
-def test_thirty_steps(stories, tmp_path, text, trainer_class, samples):
+def test_thirty_steps_match_single_process(stories, tmp_path, text, trainer_class, samples):
     compare(stories, tmp_path, text, trainer_class, samples, tolerance=2e-4, peft_config=lora, **SCHEDULE)
 
 
-def p_tuning(path, config):
+def make_p_tuning_config(path, config):
     return PromptEncoderConfig(num_virtual_tokens=4, encoder_hidden_size=16, task_type="CAUSAL_LM")
 
 
-def of_unlike_lengths(count, seed=0):
+def make_unequal_texts(count, seed=0):
     rows = texts(count, seed)
     return [{"text": row["text"][:8]} if index < count // 2 else row for index, row in enumerate(rows)]
 
 
 @pytest.mark.parametrize("text", ["tp2", "pp2", "dp2"])
-def test_prompts(stories, tmp_path, text):
-    """The first token of a row is a target, too; what ranks have in common is weighed by them."""
-    compare(stories, tmp_path, text, SFTTrainer, of_unlike_lengths, peft_config=p_tuning)
+def test_p_tuning_matches_single_process(stories, tmp_path, text):
+    """With virtual tokens the first token is a target too; the global loss is weighted by the targets of each rank."""
+    compare(stories, tmp_path, text, SFTTrainer, make_unequal_texts, peft_config=make_p_tuning_config)
 
 
-def with_a_head(path, config):
+def make_head_config(path, config):
     return LoraConfig(r=4, target_modules=["q_proj"], modules_to_save=["lm_head"], task_type="CAUSAL_LM")
 
 
 @pytest.mark.parametrize("text", ["tp2", "pp2"])
 @pytest.mark.parametrize(("trainer_class", "samples"), TRAINERS)
-def test_a_head_of_its_own(stories, tmp_path, text, trainer_class, samples):
+def test_untied_trainable_head(stories, tmp_path, text, trainer_class, samples):
     source = tmp_path / "untied"
     shutil.copytree(stories, source)
     model = AutoModelForCausalLM.from_pretrained(stories)
     model.config.tie_word_embeddings = False
     model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach() * 0.9)
     model.save_pretrained(source)
-    compare(source, tmp_path / "out", text, trainer_class, samples, peft_config=with_a_head)
+    compare(source, tmp_path / "out", text, trainer_class, samples, peft_config=make_head_config)

@@ -1,4 +1,4 @@
-"""torch.compile of the layers: no graph break inside a layer, and parity."""
+"""Tests of torch.compile on the layers: no graph breaks inside a layer, and parity."""
 
 import torch
 from torch._dynamo.utils import counters
@@ -16,7 +16,7 @@ def compile_layers(model):
         layer.compile(backend="aot_eager", fullgraph=True)
 
 
-def test_compiled_layers_equal_one_process():
+def test_compiled_layers_match_single_process():
     tiny_model = make_tiny_model(CONFIG_MAPPING["qwen3"]())
     [layout] = parse_layouts("tp2+sp")
     comparison = check_tiny_model(tiny_model, layout, prepare=compile_layers, timeout=300)

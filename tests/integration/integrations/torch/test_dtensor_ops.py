@@ -1,4 +1,4 @@
-"""Weights that tensor parallelism and stage 3 have cut, read in the ways of loops, against one process's."""
+"""Tests of reads of weights sharded by tensor parallelism and ZeRO-3, as in training loops, against one process."""
 
 import pytest
 import torch
@@ -22,7 +22,7 @@ def source(tmp_path_factory):
     return folder
 
 
-def number(value):
+def read_scalar(value):
     return value.full_tensor().item() if hasattr(value, "full_tensor") else value.item()
 
 
@@ -37,35 +37,35 @@ WAYS = {
 
 def read(source, way, layout):
     model = AutoModelForCausalLM.from_pretrained(source, **({} if layout is None else {"megatron_config": layout}))
-    numbers = {}
+    values = {}
     for name, parameter in model.named_parameters():
         alongside = torch.linspace(0.5, 2, parameter.numel()).view(parameter.shape)
         with torch.no_grad():
-            numbers[name] = number(WAYS[way](parameter, alongside).sum())
+            values[name] = read_scalar(WAYS[way](parameter, alongside).sum())
         loss = WAYS[way](parameter, alongside).pow(2).sum()
         model.zero_grad()
         loss.backward()
         gradient = parameter.grad.full_tensor() if hasattr(parameter.grad, "full_tensor") else parameter.grad
-        numbers[f"gradient of {name}"] = (gradient * alongside).sum().item()
-    return numbers
+        values[f"gradient of {name}"] = (gradient * alongside).sum().item()
+    return values
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_reading_is_that_of_one_process(source, way):
+def test_reads_match_single_process(source, way):
     expected = read(source, way, None)
     layout = MegatronConfig(tp_size=2, dp_size=2, zero_stage=3)
-    for found in run_ranks(read, 4, source, way, layout):
-        assert found == pytest.approx(expected, rel=1e-4, abs=1e-3)
+    for values in run_ranks(read, 4, source, way, layout):
+        assert values == pytest.approx(expected, rel=1e-4, abs=1e-3)
 
 
-def test_torchs_own_order_is_found(source):
-    """The seeded fault."""
+def test_torch_flatten_order_is_detected(source):
+    """Seeded fault: weights that two mesh dimensions shard are flattened in the order of torch."""
 
-    def with_torchs_order(*args):
+    def read_in_torch_order(*args):
         dtensor_methods._is_cut_twice = lambda tensor: False
         return read(*args)
 
     expected = read(source, "whole", None)
     layout = MegatronConfig(tp_size=2, dp_size=2, zero_stage=3)
-    for found in run_ranks(with_torchs_order, 4, source, "whole", layout):
-        assert found != pytest.approx(expected, rel=1e-3, abs=1e-2)
+    for values in run_ranks(read_in_torch_order, 4, source, "whole", layout):
+        assert values != pytest.approx(expected, rel=1e-3, abs=1e-2)

@@ -1,4 +1,4 @@
-"""Rows that a collator pads to each other, on data parallel ranks: padding, predictions and counts of one process."""
+"""Tests that padding, predictions and token counts on data-parallel ranks match a single process."""
 
 from types import SimpleNamespace
 
@@ -25,36 +25,36 @@ from tests.helpers.dp_training import count_ranks
 from tests.integration.integrations.trainer.test_padded_batches import COUNTS, layout
 
 
-def texts(count, seed=0, vocabulary=64):
-    """Rows of unequal length, each with a name."""
+def make_samples(count, seed=0, vocabulary=64):
+    """Returns samples of unequal length, each with a name."""
     generator = torch.Generator().manual_seed(seed)
-    found = []
+    samples = []
     for index in range(count):
         ids = torch.randint(3, vocabulary, (3 + (7 * index + 4) % 11,), generator=generator)
-        found.append({"input_ids": ids, "labels": ids.clone(), "names": f"row {index}"})
-    return found
+        samples.append({"input_ids": ids, "labels": ids.clone(), "names": f"row {index}"})
+    return samples
 
 
 class Padding:
-    """Pads to the longest row, on either side."""
+    """Collator that pads to the longest sample, on either side."""
 
     def __init__(self, side="right"):
         self.side = side
 
     def __call__(self, samples):
-        def padded(values, value):
+        def pad(values, value):
             return torch.nn.utils.rnn.pad_sequence(values, True, value, self.side)
 
         ids = [sample["input_ids"] for sample in samples]
         return {
-            "input_ids": padded(ids, 0),
-            "attention_mask": padded([torch.ones_like(row) for row in ids], 0),
-            "labels": padded([sample["labels"] for sample in samples], -100),
+            "input_ids": pad(ids, 0),
+            "attention_mask": pad([torch.ones_like(row) for row in ids], 0),
+            "labels": pad([sample["labels"] for sample in samples], -100),
         }
 
 
-def seen(prediction):
-    """Of every number that metrics are made of, padding included."""
+def summarize_prediction(prediction):
+    """Summarizes all inputs of `compute_metrics`, including padding."""
     logits, inputs = prediction.predictions, prediction.inputs
     return {
         "width": logits.shape[1],
@@ -85,20 +85,20 @@ def predict(path, output, side, config=None, kind=list, **arguments):
         disable_tqdm=True,
         **arguments,
     )
-    trainer = Trainer(model, arguments, Padding(side), compute_metrics=seen)
-    data, found = texts(12), []
+    trainer = Trainer(model, arguments, Padding(side), compute_metrics=summarize_prediction)
+    data, results = make_samples(12), []
     for count in COUNTS:
         metrics = trainer.evaluate(kind(data[:count]))
         prediction = trainer.predict(kind(data[:count]))
-        numbers = {name: value for name, value in metrics.items() if "runtime" not in name and "second" not in name}
-        numbers.pop("eval_model_preparation_time", None)
-        found.append((numbers, prediction.predictions, prediction.label_ids))
-    return found
+        values = {name: value for name, value in metrics.items() if "runtime" not in name and "second" not in name}
+        values.pop("eval_model_preparation_time", None)
+        results.append((values, prediction.predictions, prediction.label_ids))
+    return results
 
 
 @pytest.fixture(scope="module")
 def gpt2(tmp_path_factory):
-    """A model of learned positions, which counts them from the first column, padding or not."""
+    """A model with learned positions, which it counts from the first column, whether padding or not."""
     torch.manual_seed(0)
     path = tmp_path_factory.mktemp("gpt2")
     sizes = {"vocab_size": 64, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 32}
@@ -109,8 +109,8 @@ def gpt2(tmp_path_factory):
 
 def compare(found, expected):
     assert len(found) == len(expected) == len(COUNTS)
-    for (numbers, predictions, labels), (reference, logits, targets) in zip(found, expected, strict=True):
-        assert numbers == pytest.approx(reference, rel=2e-5)
+    for (metrics, predictions, labels), (reference, logits, targets) in zip(found, expected, strict=True):
+        assert metrics == pytest.approx(reference, rel=2e-5)
         np.testing.assert_allclose(predictions, logits, atol=1e-4)
         np.testing.assert_array_equal(labels, targets)
 
@@ -125,31 +125,31 @@ def compare(found, expected):
         ("pp2+dp2", "right", {}),
     ],
 )
-def test_predictions_on_samples_of_unequal_length(gpt2, tmp_path, text, side, arguments):
+def test_predictions_on_unequal_length_samples(gpt2, tmp_path, text, side, arguments):
     config = layout(text)
     [expected] = run_ranks(predict, 1, gpt2, tmp_path, side)
-    for found in run_ranks(predict, count_ranks(config), gpt2, tmp_path, side, config=config, **arguments):
-        compare(found, expected)
+    for results in run_ranks(predict, count_ranks(config), gpt2, tmp_path, side, config=config, **arguments):
+        compare(results, expected)
 
 
 @pytest.mark.parametrize("text", ["dp2", "tp2+dp2"])
-def test_predictions_on_a_stream_that_each_rank_reads(gpt2, tmp_path, text):
+def test_predictions_on_iterable_dataset(gpt2, tmp_path, text):
     config = layout(text)
     [expected] = run_ranks(predict, 1, gpt2, tmp_path, "right", kind=Stream)
-    # With tensor parallelism there is no other way.
+    # With tensor parallelism each rank always reads the stream itself.
     arguments = {"accelerator_config": {"dispatch_batches": False}} if text == "dp2" else {}
-    found = run_ranks(predict, count_ranks(config), gpt2, tmp_path, "right", config=config, kind=Stream, **arguments)
-    for each in found:
-        compare(each, expected)
+    results = run_ranks(predict, count_ranks(config), gpt2, tmp_path, "right", config=config, kind=Stream, **arguments)
+    for result in results:
+        compare(result, expected)
 
 
-def test_padding_of_each_ranks_own_is_noticed(gpt2, tmp_path, monkeypatch):
+def test_rank_local_padding_is_detected(gpt2, tmp_path, monkeypatch):
     monkeypatch.setattr(global_batches, "pad_for_all_ranks", lambda loader: None)
     [expected] = run_ranks(predict, 1, gpt2, tmp_path, "left")
-    [found, _] = run_ranks(predict, 2, gpt2, tmp_path, "left", config=layout("dp2"))
+    [results, _] = run_ranks(predict, 2, gpt2, tmp_path, "left", config=layout("dp2"))
     with pytest.raises(AssertionError):
-        compare(found, expected)
-    assert [entry[0]["eval_loss"] for entry in found] != pytest.approx([entry[0]["eval_loss"] for entry in expected])
+        compare(results, expected)
+    assert [entry[0]["eval_loss"] for entry in results] != pytest.approx([entry[0]["eval_loss"] for entry in expected])
 
 
 def generate(path, output, kind, side, config=None):
@@ -164,13 +164,13 @@ def generate(path, output, kind, side, config=None):
         disable_tqdm=True,
     )
     trainer = Seq2SeqTrainer(model, arguments, Padding(side))
-    predictions = [trainer.predict(texts(count)) for count in (5, 7, 8)]
+    predictions = [trainer.predict(make_samples(count)) for count in (5, 7, 8)]
     return [(each.predictions, each.label_ids, each.metrics["test_loss"]) for each in predictions]
 
 
 @pytest.mark.parametrize("kind", [AutoModelForCausalLM, AutoModelForSeq2SeqLM])
-def test_sequences_that_end_early(tmp_path, kind):
-    """Ranks stop when their own rows are done, and labels narrower than `max_length` are padded to it with tokens."""
+def test_generation_with_early_eos(tmp_path, kind):
+    """Ranks stop when their own samples are finished; labels shorter than `max_length` are padded with tokens."""
     torch.manual_seed(0)
     ends = {"eos_token_id": [1, *range(30, 50)], "pad_token_id": 0}
     if kind is AutoModelForCausalLM:
@@ -182,15 +182,15 @@ def test_sequences_that_end_early(tmp_path, kind):
     model.save_pretrained(tmp_path / "model")
     side = "left" if kind is AutoModelForCausalLM else "right"
     [expected] = run_ranks(generate, 1, tmp_path / "model", tmp_path, kind, side)
-    for found in run_ranks(generate, 2, tmp_path / "model", tmp_path, kind, side, config=layout("dp2")):
-        for (tokens, labels, loss), reference in zip(found, expected, strict=True):
+    for results in run_ranks(generate, 2, tmp_path / "model", tmp_path, kind, side, config=layout("dp2")):
+        for (tokens, labels, loss), reference in zip(results, expected, strict=True):
             np.testing.assert_array_equal(tokens, reference[0])
             np.testing.assert_array_equal(labels, reference[1])
             assert loss == pytest.approx(reference[2], rel=2e-5)
 
 
 def count(path, output, collator, config=None, resume=None, kind=list, **arguments):
-    """Losses and tokens seen of two epochs whose last batches are not full."""
+    """Returns the losses and token counts of two epochs whose last batches are not full."""
     model = AutoModelForCausalLM.from_pretrained(path, megatron_config=config)
     dp_size = 1 if config is None else config.dp_size
     defaults = {
@@ -204,50 +204,50 @@ def count(path, output, collator, config=None, resume=None, kind=list, **argumen
         "use_cpu": True,
         "disable_tqdm": True,
     }
-    trainer = Trainer(model, TrainingArguments(str(output), **defaults | arguments), collator, kind(texts(13)))
+    trainer = Trainer(model, TrainingArguments(str(output), **defaults | arguments), collator, kind(make_samples(13)))
     trainer.train(resume_from_checkpoint=resume)
     return [(entry["loss"], entry["num_input_tokens_seen"]) for entry in trainer.state.log_history if "loss" in entry]
 
 
 @pytest.mark.parametrize("text", ["dp2", "tp2+dp2", "dp4"])
-def test_padding_that_is_counted(gpt2, tmp_path, text):
-    """Of the last row of an epoch one rank has all, and others none."""
+def test_token_counts_include_padding(gpt2, tmp_path, text):
+    """The last sample of an epoch is on one rank; the other ranks have none."""
     config = layout(text)
     [expected] = run_ranks(count, 1, gpt2, tmp_path, Padding("left"))
-    for found in run_ranks(count, count_ranks(config), gpt2, tmp_path, Padding("left"), config=config):
-        assert [tokens for _, tokens in found] == [tokens for _, tokens in expected]
-        assert [loss for loss, _ in found] == pytest.approx([loss for loss, _ in expected], rel=2e-5)
+    for log in run_ranks(count, count_ranks(config), gpt2, tmp_path, Padding("left"), config=config):
+        assert [tokens for _, tokens in log] == [tokens for _, tokens in expected]
+        assert [loss for loss, _ in log] == pytest.approx([loss for loss, _ in expected], rel=2e-5)
 
 
 @pytest.mark.parametrize("kind", [list, Stream])
-def test_padding_that_is_counted_after_resuming_within_an_epoch(gpt2, tmp_path, kind):
+def test_token_counts_after_mid_epoch_resume(gpt2, tmp_path, kind):
     arguments = {"save_strategy": "steps", "save_steps": 1, "gradient_accumulation_steps": 1, "kind": kind}
     if kind is Stream:
         arguments |= {"max_steps": 8, "accelerator_config": {"dispatch_batches": False}}
     [expected] = run_ranks(count, 1, gpt2, tmp_path / "one", Padding(), **arguments)
     run_ranks(count, 2, gpt2, tmp_path / "two", Padding(), config=layout("dp2"), **arguments)
     folder = str(tmp_path / "two" / "checkpoint-2")
-    for found in run_ranks(count, 2, gpt2, tmp_path / "three", Padding(), layout("dp2"), resume=folder, **arguments):
-        assert np.allclose(found, expected, rtol=2e-5)
+    for log in run_ranks(count, 2, gpt2, tmp_path / "three", Padding(), layout("dp2"), resume=folder, **arguments):
+        assert np.allclose(log, expected, rtol=2e-5)
 
 
-def loss_of_stream(path, output, config=None):
+def evaluate_stream(path, output, config=None):
     model = AutoModelForCausalLM.from_pretrained(path, megatron_config=config)
-    rows = [{"input_ids": row["input_ids"][:3], "labels": row["input_ids"][:3]} for row in texts(6)]
+    rows = [{"input_ids": row["input_ids"][:3], "labels": row["input_ids"][:3]} for row in make_samples(6)]
     arguments = TrainingArguments(str(output), use_cpu=True, report_to=[], per_device_eval_batch_size=4)
     return Trainer(model, arguments).evaluate(Stream(rows))["eval_loss"]
 
 
 @pytest.mark.parametrize("text", ["tp2", "pp2"])
-def test_the_last_batch_of_a_stream_that_ranks_share(gpt2, tmp_path, text):
-    """Accelerate counts its rows once for each rank."""
-    [expected] = run_ranks(loss_of_stream, 1, gpt2, tmp_path)
-    for found in run_ranks(loss_of_stream, 2, gpt2, tmp_path, layout(text)):
-        assert found == pytest.approx(expected, rel=1e-5)
+def test_last_stream_batch_on_model_parallel_ranks(gpt2, tmp_path, text):
+    """Accelerate counts the samples of this batch once per rank."""
+    [expected] = run_ranks(evaluate_stream, 1, gpt2, tmp_path)
+    for loss in run_ranks(evaluate_stream, 2, gpt2, tmp_path, layout(text)):
+        assert loss == pytest.approx(expected, rel=1e-5)
 
 
 class LeftTokenizer(Padding):
-    """A collator that says by its tokenizer where it pads."""
+    """A collator whose tokenizer declares the padding side."""
 
     def __init__(self):
         super().__init__("left")
@@ -255,27 +255,27 @@ class LeftTokenizer(Padding):
 
 
 @pytest.mark.parametrize("collator", [LeftTokenizer(), Padding("left")], ids=["said", "unsaid"])
-def test_rows_that_are_padded_on_the_left(gpt2, tmp_path, collator):
-    """A first token behind padding is predicted from it, and has another position."""
+def test_left_padded_samples(gpt2, tmp_path, collator):
+    """The first token after padding is predicted from the padding and has another position."""
     arguments = {"include_num_input_tokens_seen": "non_padding"}
     [expected] = run_ranks(count, 1, gpt2, tmp_path, collator, **arguments)
-    for found in run_ranks(count, 2, gpt2, tmp_path, collator, config=layout("dp2"), **arguments):
-        assert np.allclose(found, expected, rtol=2e-5)
+    for log in run_ranks(count, 2, gpt2, tmp_path, collator, config=layout("dp2"), **arguments):
+        assert np.allclose(log, expected, rtol=2e-5)
 
 
-def joined(samples):
-    """Joins rows to one, as padding-free collators do."""
+def concatenate_samples(samples):
+    """Concatenates samples into one sequence, as padding-free collators do."""
     ids = torch.cat([sample["input_ids"] for sample in samples])
     places = torch.cat([torch.arange(len(sample["input_ids"])) for sample in samples])
     return {"input_ids": ids[None], "labels": ids[None], "position_ids": places[None]}
 
 
 @pytest.mark.parametrize("size", [4, 2])
-def test_rows_that_are_joined_have_no_padding(gpt2, tmp_path, size):
-    """Twelve rows fill each batch, also those of one row for each rank."""
+def test_padding_free_collator_adds_no_padding(gpt2, tmp_path, size):
+    """The first twelve samples fill all batches, also with one sample per rank."""
     arguments = {"include_num_input_tokens_seen": "all", "max_steps": 3, "gradient_accumulation_steps": 1}
-    [expected] = run_ranks(count, 1, gpt2, tmp_path, joined, per_device_train_batch_size=size, **arguments)
-    for found in run_ranks(
-        count, 2, gpt2, tmp_path, joined, layout("dp2"), per_device_train_batch_size=size // 2, **arguments
+    [expected] = run_ranks(count, 1, gpt2, tmp_path, concatenate_samples, per_device_train_batch_size=size, **arguments)
+    for log in run_ranks(
+        count, 2, gpt2, tmp_path, concatenate_samples, layout("dp2"), per_device_train_batch_size=size // 2, **arguments
     ):
-        assert [tokens for _, tokens in found] == [tokens for _, tokens in expected]
+        assert [tokens for _, tokens in log] == [tokens for _, tokens in expected]

@@ -1,4 +1,4 @@
-"""Fine-tuning on images as users do it: TRL's trainers with a processor, Trainer with a collator, saved together."""
+"""Tests of fine-tuning on images: TRL trainers with a processor, and Trainer with a collator."""
 
 import numpy as np
 import pytest
@@ -41,7 +41,7 @@ TOKENS = {"boi_token": "<boi>", "image_token": "<img>", "eoi_token": "<eoi>"}
 
 @pytest.fixture(scope="module")
 def gemma(stories, tmp_path_factory):
-    """A folder with a tiny Gemma 3 and its processor."""
+    """Folder with a tiny Gemma 3 model and its processor."""
     folder = tmp_path_factory.mktemp("gemma")
     tokenizer = AutoTokenizer.from_pretrained(stories, extra_special_tokens=TOKENS)
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
@@ -71,18 +71,18 @@ def gemma(stories, tmp_path_factory):
     return folder
 
 
-def samples(count, *, pairs):
-    """Rows with one image and with two."""
+def make_samples(count, *, pairs):
+    """Returns samples that alternate between one and two images."""
     draw = np.random.RandomState(0)
 
-    def text(length):
+    def draw_text(length):
         return " ".join(draw.permutation(WORDS)[:length])
 
     rows = []
     for number in range(count):
         images = [Image.fromarray(draw.randint(0, 255, (28, 28, 3), dtype=np.uint8)) for _ in range(1 + number % 2)]
-        row = {"images": images, "prompt": "<boi> " * len(images) + text(5)}
-        answers = {"chosen": text(4 + number % 3), "rejected": text(5)}
+        row = {"images": images, "prompt": "<boi> " * len(images) + draw_text(5)}
+        answers = {"chosen": draw_text(4 + number % 3), "rejected": draw_text(5)}
         rows.append(row | (answers if pairs else {"completion": answers["chosen"]}))
     return Dataset.from_list(rows)
 
@@ -96,33 +96,33 @@ def fine_tune(folder, output, layout, trainer_class, dp_size=1):
         args=config_class(
             str(output), per_device_train_batch_size=4 // dp_size, max_steps=20, max_length=None, **COMMON
         ),
-        train_dataset=samples(16, pairs=trainer_class is DPOTrainer),
+        train_dataset=make_samples(16, pairs=trainer_class is DPOTrainer),
         processing_class=Gemma3Processor.from_pretrained(folder),
     )
     trainer.train()
     trainer.save_model(str(output / "saved"))
-    return [{name: value for name, value in entry.items() if "runtime" not in name} for entry in logged(trainer)]
+    return [{name: value for name, value in entry.items() if "runtime" not in name} for entry in get_train_log(trainer)]
 
 
-def logged(trainer):
+def get_train_log(trainer):
     return [entry for entry in trainer.state.log_history if "loss" in entry]
 
 
-def agree(found, expected, tolerance):
+def assert_logs_match(found, expected, tolerance):
     for log in found:
         assert len(log) == len(expected) == 20
         for entry, other in zip(log, expected, strict=True):
-            known = {name: value for name, value in other.items() if value is not None}
-            assert {name: entry[name] for name in known} == pytest.approx(known, rel=tolerance, abs=tolerance)
+            reference = {name: value for name, value in other.items() if value is not None}
+            assert {name: entry[name] for name in reference} == pytest.approx(reference, rel=tolerance, abs=tolerance)
 
 
 @pytest.mark.parametrize("trainer_class", [SFTTrainer, DPOTrainer])
-def test_trainers_of_trl_equal_one_process(gemma, tmp_path, trainer_class):
+def test_trl_trainers_match_single_process(gemma, tmp_path, trainer_class):
     [expected] = run_ranks(fine_tune, 1, gemma, tmp_path / "one", None, trainer_class, timeout=300)
     for name, sizes in LAYOUTS.items():
         layout = ConfigUnderTest(**sizes)
         arguments = gemma, tmp_path / name, layout, trainer_class, layout.dp_size or 1
-        agree(run_ranks(fine_tune, 2, *arguments, timeout=300), expected, 1e-4)
+        assert_logs_match(run_ranks(fine_tune, 2, *arguments, timeout=300), expected, 1e-4)
         saved = tmp_path / name / "saved"
         assert {"processor_config.json", "tokenizer.json", "model.safetensors"} <= {
             file.name for file in saved.iterdir()
@@ -131,8 +131,8 @@ def test_trainers_of_trl_equal_one_process(gemma, tmp_path, trainer_class):
         Gemma3ForConditionalGeneration.from_pretrained(saved)
 
 
-def samples_of(model):
-    """Batches of one row each, with one image, two and none, as a data set."""
+def make_single_samples(model):
+    """Returns a dataset of single samples with one, two and no images."""
     rows = []
     for seed in range(6):
         batch = make_multimodal_batch(model, batch_size=3, seed=seed)
@@ -147,7 +147,7 @@ def samples_of(model):
 
 
 def collate(rows):
-    """Pads the rows, and joins their images."""
+    """Pads the samples and concatenates their images."""
     names = {"input_ids": 0, "labels": -100, "mm_token_type_ids": 0}
     batch = {
         name: torch.nn.utils.rnn.pad_sequence([row[name] for row in rows], batch_first=True, padding_value=value)
@@ -161,8 +161,8 @@ def collate(rows):
     return batch
 
 
-def train_on_collated(tiny_model, output, layout, dp_size=1):
-    rows = samples_of(tiny_model.load())
+def train_with_collator(tiny_model, output, layout, dp_size=1):
+    rows = make_single_samples(tiny_model.load())
     trainer = Trainer(
         model=tiny_model.load(**({} if layout is None else {"megatron_config": layout})),
         args=TrainingArguments(
@@ -177,16 +177,16 @@ def train_on_collated(tiny_model, output, layout, dp_size=1):
         data_collator=collate,
     )
     trainer.train()
-    return [{name: entry[name] for name in ("loss", "grad_norm")} for entry in logged(trainer)]
+    return [{name: entry[name] for name in ("loss", "grad_norm")} for entry in get_train_log(trainer)]
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_trainer_with_a_collator_equals_one_process(tmp_path, name):
-    """Qwen2.5-VL: rows with one image, two and none, of unequal sizes; the last batch has fewer rows."""
+def test_trainer_with_collator_matches_single_process(tmp_path, name):
+    """Qwen2.5-VL on samples of unequal length with one, two and no images; the last batch is not full."""
     tiny_model = make_tiny_model(
         CONFIG_MAPPING["qwen2_5_vl"](), task="image", microbatches=2, min_layers=4, batch_size=4
     )
-    [expected] = run_ranks(train_on_collated, 1, tiny_model, tmp_path / "one", None, timeout=300)
+    [expected] = run_ranks(train_with_collator, 1, tiny_model, tmp_path / "one", None, timeout=300)
     layout = ConfigUnderTest(**LAYOUTS[name])
-    found = run_ranks(train_on_collated, 2, tiny_model, tmp_path / name, layout, layout.dp_size or 1, timeout=300)
-    agree(found, expected, 1e-3)
+    logs = run_ranks(train_with_collator, 2, tiny_model, tmp_path / name, layout, layout.dp_size or 1, timeout=300)
+    assert_logs_match(logs, expected, 1e-3)

@@ -1,4 +1,4 @@
-"""Stock Trainer with heads that compute their loss themselves, on data parallel ranks and in one process."""
+"""Tests of stock Trainer with heads that compute their own loss, on parallel layouts against a single process."""
 
 import pytest
 import torch
@@ -12,12 +12,12 @@ from tests.helpers.references import run_single_process
 from tests.parity.losses.test_losses import _CONFIGS, HEADS, _layout, batch
 
 
-def _rows(head, count, seed):
+def _make_samples(head, count, seed):
     samples = batch(head, seed, rows=count)
     return [{name: values[index] for name, values in samples.items()} for index in range(count)]
 
 
-class Penalised(Trainer):
+class Penalized(Trainer):
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         loss, outputs = super().compute_loss(model, inputs, True, num_items_in_batch)
         loss = loss + 1e-2 * sum(p.pow(2).sum() for name, p in model.named_parameters() if "proj" in name)
@@ -50,15 +50,15 @@ def train(family, head, output, layout, accepts_count=True, trainer_class=Traine
         "disable_tqdm": True,
         "learning_rate": 1e-3,
         "max_grad_norm": 0.5,
-        # Gradients that are zero in exact arithmetic stay so.
+        # Keeps updates by gradients that are zero in exact arithmetic negligible.
         "adam_epsilon": 1e-4,
     }
     trainer = trainer_class(
         model,
         TrainingArguments(str(output / "out"), **(defaults | arguments)),
-        # The last batch is one rank's alone.
-        train_dataset=_rows(head, rows[0], 0),
-        eval_dataset=_rows(head, rows[1], 1),
+        # Only one rank has samples of the last batch.
+        train_dataset=_make_samples(head, rows[0], 0),
+        eval_dataset=_make_samples(head, rows[1], 1),
         data_collator=default_data_collator,
     )
     trainer.train()
@@ -72,15 +72,15 @@ def compare(family, head, folder, layout="dp2", **arguments):
     log, weights = run_single_process(train, family, head, folder, None, **arguments)
     assert len(log) >= 5
     config = _layout(layout)
-    found = run_ranks(
+    results = run_ranks(
         train, config.ranks_per_replica * (config.dp_size or 1), family, head, folder, layout, timeout=200, **arguments
     )
-    for other, _ in found:
+    for other, _ in results:
         for entry, reference in zip(other, log, strict=True):
             assert entry == pytest.approx(reference, rel=2e-5)
     for name, weight in weights.items():
         torch.testing.assert_close(
-            found[0][1][name], weight, rtol=0, atol=3e-5, msg=lambda m, name=name: f"{name}: {m}"
+            results[0][1][name], weight, rtol=0, atol=3e-5, msg=lambda m, name=name: f"{name}: {m}"
         )
 
 
@@ -97,14 +97,14 @@ def folder(tmp_path_factory):
         ("T5", "seq2seq"),
     ],
 )
-def test_every_logged_number(folder, family, head):
+def test_logs_match_single_process(folder, family, head):
     compare(family, head, folder)
 
 
 @pytest.mark.parametrize("layout", ["tp2", "dp2+zero3"])
-def test_a_penalty_on_weights(folder, layout):
-    # Repeated rows of a last batch would count in a loss of one's own.
-    compare("Llama", "single", folder, layout, trainer_class=Penalised, rows=(24, 12))
+def test_weight_penalty_in_compute_loss(folder, layout):
+    # Sizes fill the last batch: a custom loss would also count its repeated samples.
+    compare("Llama", "single", folder, layout, trainer_class=Penalized, rows=(24, 12))
 
 
 @pytest.mark.parametrize(
@@ -117,7 +117,7 @@ def test_a_penalty_on_weights(folder, layout):
         ("Bert", "masked", "pp2"),
     ],
 )
-def test_every_logged_number_of_split_models(folder, family, head, layout):
+def test_model_parallel_logs_match_single_process(folder, family, head, layout):
     compare(family, head, folder, layout)
 
 
@@ -139,21 +139,21 @@ def test_label_smoothing_factor(folder, family, head, layout):
 
 
 @pytest.mark.parametrize("arguments", [{}, {"label_smoothing_factor": 0.1}], ids=["plain", "smoothed"])
-def test_a_class_without_a_count(folder, arguments):
+def test_model_without_num_items_in_batch(folder, arguments):
     compare("Llama", "causal", folder, accepts_count=False, **arguments)
 
 
-def test_tokens_are_averaged_across_devices_all_the_same(folder):
+def test_average_tokens_across_devices_is_ignored(folder):
     compare("Llama", "causal", folder, average_tokens_across_devices=False)
 
 
-def test_a_router_loss_with_a_loss_that_follows_the_count(folder):
-    """Trainer multiplies both by the ranks."""
+def test_router_loss_with_num_items_in_batch(folder):
+    """Trainer multiplies both losses by the number of ranks."""
     compare("Mixtral", "causal", folder)
 
 
-def test_a_rank_that_ignores_the_count_is_found(folder, monkeypatch):
-    """The seeded fault: the loss is not divided by the ranks that Trainer multiplies it by."""
+def test_unscaled_rank_loss_is_detected(folder, monkeypatch):
+    """Seeded fault: the loss is not divided by the number of ranks, by which Trainer multiplies it."""
     monkeypatch.setattr("hf_megatron.losses.inline_losses._with_loss", lambda output, loss: output)
     with pytest.raises(AssertionError):
         compare("Bert", "masked", folder)

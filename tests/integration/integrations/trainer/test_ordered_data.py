@@ -1,4 +1,4 @@
-"""Trainer takes Megatron's samples in Megatron's order, on all layouts, and goes on with the next after a resume."""
+"""Tests that Trainer reads samples in Megatron's order on all layouts and resumes with the next sample."""
 
 import itertools
 import json
@@ -80,8 +80,8 @@ def ranks_of(sizes):
     return layout.ranks_per_replica * (layout.dp_size or 1)
 
 
-class Seen(TrainerCallback):
-    """Notes the tokens that this rank's replica was given in each step."""
+class SampleRecorder(TrainerCallback):
+    """Records the tokens that this replica reads in each step."""
 
     def __init__(self, kill_at=None):
         self.steps, self.kill_at = {}, kill_at
@@ -119,10 +119,10 @@ def train(
     ramp_up=None,
     **options,
 ):
-    """Returns what each step of this rank's replica was given, its dp rank, and the losses and weights."""
+    """Returns the samples of each step of this replica, its dp rank, and the losses."""
     layout = {} if sizes is None else {"megatron_config": MegatronConfig(**sizes)}
     model = AutoModelForCausalLM.from_pretrained(Path(prefix).parent / "model", **layout)
-    state, seen = parallel_state(model), Seen(stop)
+    state, recorder = parallel_state(model), SampleRecorder(stop)
     arguments = TrainingArguments(
         str(output),
         per_device_train_batch_size=rows,
@@ -139,35 +139,35 @@ def train(
     dataset = dataset_of(prefix, samples)
     if ramp_up is not None:
         dataset.ramp_up = ramp_up
-    trainer = Trainer(model, arguments, default_data_collator, dataset, callbacks=[seen])
-    seen.watch(trainer)
+    trainer = Trainer(model, arguments, default_data_collator, dataset, callbacks=[recorder])
+    recorder.watch(trainer)
     trainer.train(resume_from_checkpoint=resume)
     losses = [log["loss"] for log in trainer.state.log_history if "loss" in log]
-    return seen.steps, 0 if state is None else state.mesh.dp_rank, losses
+    return recorder.steps, 0 if state is None else state.mesh.dp_rank, losses
 
 
 def given(ranks):
-    """Returns the rows of each step over all replicas, in the order of Megatron's sampler: rank by rank."""
+    """Returns the samples of each step by replica, in the rank order of Megatron's sampler."""
     replicas = {}
     for steps, rank, _ in ranks:
         assert replicas.setdefault(rank, steps) == steps
     return {step: [replicas[rank][step] for rank in sorted(replicas)] for step in replicas[0]}
 
 
-def expected(prefix, first, steps, dp_size, rows, accumulate, samples=SAMPLES):
-    """What `MegatronPretrainingSampler` gives each rank: consecutive blocks of rows, microbatch by microbatch."""
-    dataset, found = dataset_of(prefix, samples), {}
+def list_megatron_samples(prefix, first, steps, dp_size, rows, accumulate, samples=SAMPLES):
+    """Returns the samples that `MegatronPretrainingSampler` assigns to each rank: consecutive blocks per microbatch."""
+    dataset, batches = dataset_of(prefix, samples), {}
     for step in steps:
-        found[step] = [[] for _ in range(dp_size)]
+        batches[step] = [[] for _ in range(dp_size)]
         for _ in range(accumulate):
             for rank in range(dp_size):
-                found[step][rank] += [dataset[first + row]["input_ids"].tolist() for row in range(rows)]
+                batches[step][rank] += [dataset[first + row]["input_ids"].tolist() for row in range(rows)]
                 first += rows
-    return found
+    return batches
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_ranks_are_given_what_megatron_gives_them(prefix, tmp_path, layout):
+def test_samples_match_megatron_order(prefix, tmp_path, layout):
     sizes = LAYOUTS[layout]
     dp_size = (sizes or {}).get("dp_size", 1)
     options = {"rows": 4 // dp_size, "accumulate": 2, "steps": 4}
@@ -177,23 +177,26 @@ def test_ranks_are_given_what_megatron_gives_them(prefix, tmp_path, layout):
         if one
         else run_ranks(train, ranks_of(sizes), prefix, tmp_path, sizes, **options)
     )
-    assert given(ranks) == expected(prefix, 0, range(1, 5), dp_size, 4 // dp_size, 2)
+    assert given(ranks) == list_megatron_samples(prefix, 0, range(1, 5), dp_size, 4 // dp_size, 2)
     [(_, _, losses)] = run_ranks(train, 1, prefix, tmp_path / "one", None, rows=4, accumulate=2, steps=4)
     assert ranks[0][2] == pytest.approx(losses, abs=2e-4)
 
 
 def test_labels_are_shifted_once(prefix):
-    """The loss over a batch is that of predicting each next token, the one behind the last included."""
+    """The loss predicts each next token, including the token after the end of the input."""
     torch.manual_seed(0)
     model, dataset = AutoModelForCausalLM.from_config(LLAMA), dataset_of(prefix)
     batch = default_data_collator([dataset[0], dataset[1]])
     tokens = torch.stack([torch.from_numpy(dataset.tokens(sample)[0]) for sample in (0, 1)])
-    expected = model(input_ids=tokens, labels=tokens).loss
-    torch.testing.assert_close(model(**batch).loss, expected)
+    expected_loss = model(input_ids=tokens, labels=tokens).loss
+    torch.testing.assert_close(model(**batch).loss, expected_loss)
 
 
-def draws():
-    """Layouts and batches of a run that is stopped and goes on otherwise; stock's own checkpoints have one layout."""
+def draw_runs():
+    """Yields random layouts and batch sizes for three segments of a run.
+
+    A single process writes stock checkpoints, which only a single process can resume: it can only come last.
+    """
     drawn = random.Random(0)
     for number in range(20):
         yield (
@@ -210,10 +213,12 @@ def draws():
         )
 
 
-@pytest.mark.parametrize(("number", "parts"), draws(), ids=lambda value: str(value) if isinstance(value, int) else "")
+@pytest.mark.parametrize(
+    ("number", "parts"), draw_runs(), ids=lambda value: str(value) if isinstance(value, int) else ""
+)
 def test_stopped_runs_see_every_sample_once(prefix, tmp_path, number, parts):
-    """Three parts of one run, of other layouts, accumulation and batch sizes: the same sequence as without a stop."""
-    done, resume, found, first = 0, None, [], 0
+    """Three segments with different layouts, accumulation and batch sizes read the sequence of an uninterrupted run."""
+    done, resume, positions, first = 0, None, [], 0
     for layout, rows, accumulate, steps in parts:
         sizes = LAYOUTS[layout]
         done += steps
@@ -223,42 +228,42 @@ def test_stopped_runs_see_every_sample_once(prefix, tmp_path, number, parts):
         )  # fmt: skip
         dp_size = (sizes or {}).get("dp_size", 1)
         steps_seen = {step: rows for step, rows in given(ranks).items() if step <= done}
-        assert steps_seen == expected(prefix, first, steps_seen, dp_size, rows, accumulate)
+        assert steps_seen == list_megatron_samples(prefix, first, steps_seen, dp_size, rows, accumulate)
         assert list(steps_seen) == list(range(done - steps + 1, done + 1))
         first += steps * dp_size * rows * accumulate
         resume = str(tmp_path / f"checkpoint-{done}")
-        found.append(first)
+        positions.append(first)
 
 
-def test_a_resume_with_other_samples_says_what_changed(prefix, tmp_path):
+def test_resume_with_changed_data_raises(prefix, tmp_path):
     train(prefix, tmp_path, None, rows=4, steps=3, stop=2)
-    go_on = {"rows": 4, "steps": 4, "resume": str(tmp_path / "checkpoint-2")}
+    resume_options = {"rows": 4, "steps": 4, "resume": str(tmp_path / "checkpoint-2")}
     with pytest.raises(DataError, match=r"epochs\[0\] was \d+ and is \d+"):
-        train(prefix, tmp_path, None, samples=400, **go_on)
+        train(prefix, tmp_path, None, samples=400, **resume_options)
     other = Path(prefix).with_name("other")
     with IndexedWriter(other, "uint16") as writer:
         writer.add_document([list(range(1, 90)) * 12])
     with pytest.raises(DataError, match="files.sequences was 60 and is 1"):
-        train(str(other), tmp_path, None, **go_on)
-    said = json.loads((tmp_path / "checkpoint-2" / "trainer_state.json").read_text())
-    del said["stateful_callbacks"]["SamplesCallback"]
-    (tmp_path / "checkpoint-2" / "trainer_state.json").write_text(json.dumps(said))
+        train(str(other), tmp_path, None, **resume_options)
+    state = json.loads((tmp_path / "checkpoint-2" / "trainer_state.json").read_text())
+    del state["stateful_callbacks"]["SamplesCallback"]
+    (tmp_path / "checkpoint-2" / "trainer_state.json").write_text(json.dumps(state))
     with pytest.raises(DataError, match="does not record the consumed samples"):
-        train(prefix, tmp_path, None, **go_on)
-    steps, *_ = train(str(other), tmp_path, None, ignore_data_skip=True, stop=4, **go_on)
-    assert steps == {key: rows[0] for key, rows in expected(str(other), 0, [3, 4], 1, 4, 1).items()}
+        train(prefix, tmp_path, None, **resume_options)
+    steps, *_ = train(str(other), tmp_path, None, ignore_data_skip=True, stop=4, **resume_options)
+    assert steps == {key: rows[0] for key, rows in list_megatron_samples(str(other), 0, [3, 4], 1, 4, 1).items()}
 
 
-def test_more_steps_than_samples_say_so(prefix, tmp_path):
+def test_more_steps_than_samples_raise(prefix, tmp_path):
     size = len(dataset_of(prefix, None))
     steps = -(-size // 4)
     with pytest.raises(DataError, match=f"{steps + 1} steps of 4 samples need more than the {size}"):
         train(prefix, tmp_path, None, rows=4, steps=steps + 1, samples=None)
-    seen, *_ = train(prefix, tmp_path, None, rows=4, steps=steps, samples=None)
-    assert sum(map(len, seen.values())) == size
+    batches, *_ = train(prefix, tmp_path, None, rows=4, steps=steps, samples=None)
+    assert sum(map(len, batches.values())) == size
 
 
-def test_who_shuffles_again_is_refused(prefix, tmp_path):
+def test_reshuffling_is_rejected(prefix, tmp_path):
     with pytest.raises(DataError, match="train_sampling_strategy='group_by_length'"):
         train(prefix, tmp_path, None, rows=4, steps=2, train_sampling_strategy="group_by_length")
 
@@ -278,42 +283,42 @@ def test_who_shuffles_again_is_refused(prefix, tmp_path):
         assert rows == [dataset[sample]["input_ids"].tolist() for sample in range(4)]
 
 
-def stock(prefix, output, train_dataset=None, **options):
+def make_stock_trainer(prefix, output, train_dataset=None, **options):
     model = AutoModelForCausalLM.from_pretrained(Path(prefix).parent / "model")
     arguments = TrainingArguments(str(output), max_steps=1, report_to=[], use_cpu=True, save_strategy="no", **options)
     return Trainer(model, arguments, default_data_collator, train_dataset)
 
 
-def test_what_would_shift_again_is_refused(prefix, tmp_path):
-    trainer = stock(prefix, tmp_path, dataset_of(prefix))
+def test_double_label_shifts_are_rejected(prefix, tmp_path):
+    trainer = make_stock_trainer(prefix, tmp_path, dataset_of(prefix))
     trainer.model_accepts_loss_kwargs = False
     with pytest.raises(DataError, match="takes no shift_labels"):
         trainer.train()
     with pytest.raises(DataError, match="label_smoothing_factor=0.1"):
-        stock(prefix, tmp_path, dataset_of(prefix), label_smoothing_factor=0.1).train()
+        make_stock_trainer(prefix, tmp_path, dataset_of(prefix), label_smoothing_factor=0.1).train()
     with pytest.raises(DataError, match="label_smoothing_factor=0.1"):
-        stock(prefix, tmp_path, label_smoothing_factor=0.1).evaluate(dataset_of(prefix))
-    trainer = stock(prefix, tmp_path, dataset_of(prefix))
+        make_stock_trainer(prefix, tmp_path, label_smoothing_factor=0.1).evaluate(dataset_of(prefix))
+    trainer = make_stock_trainer(prefix, tmp_path, dataset_of(prefix))
     trainer.compute_loss_func = lambda outputs, labels, num_items_in_batch=None: outputs.loss
     with pytest.raises(DataError, match="compute_loss_func is not supported, .* labels that are already shifted"):
         trainer.train()
-    trainer = stock(prefix, tmp_path, dataset_of(prefix))
+    trainer = make_stock_trainer(prefix, tmp_path, dataset_of(prefix))
     trainer.data_collator = lambda rows: {
         name: torch.stack([row[name] for row in rows]) for name in ("input_ids", "labels")
     }
     with pytest.raises(DataError, match="collator drops shift_labels"):
         trainer.train()
     with pytest.raises(DataError, match="Subset wraps a dataset that defines its own sample order"):
-        stock(prefix, tmp_path, Subset(dataset_of(prefix), range(8))).train()
+        make_stock_trainer(prefix, tmp_path, Subset(dataset_of(prefix), range(8))).train()
 
 
-def test_prompts_that_peft_puts_before_labels_are_refused(prefix, tmp_path):
-    trainer = stock(prefix, tmp_path, dataset_of(prefix))
+def test_prompt_tuning_with_shifted_labels_is_rejected(prefix, tmp_path):
+    trainer = make_stock_trainer(prefix, tmp_path, dataset_of(prefix))
     adapter = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
     trainer.model = trainer.model_wrapped = peft.get_peft_model(trainer.model, adapter)
     with pytest.raises(DataError, match="PROMPT_TUNING: PEFT extends labels by the prompt"):
         trainer.train()
-    trainer = stock(prefix, tmp_path, dataset_of(prefix))
+    trainer = make_stock_trainer(prefix, tmp_path, dataset_of(prefix))
     adapter = peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
     trainer.model = trainer.model_wrapped = peft.get_peft_model(trainer.model, adapter)
     trainer.train()
@@ -321,33 +326,33 @@ def test_prompts_that_peft_puts_before_labels_are_refused(prefix, tmp_path):
 
 
 @pytest.mark.parametrize("part", [None, 6])
-def test_an_evaluation_shifts_once(prefix, tmp_path, part):
-    """Of data that the trainer was not made with, and of a part of it."""
+def test_evaluation_shifts_labels_once(prefix, tmp_path, part):
+    """Evaluates a dataset that is passed to `evaluate`, and a subset of it."""
     dataset = dataset_of(prefix) if part is None else Subset(dataset_of(prefix), range(part))
-    trainer = stock(prefix, tmp_path, per_device_eval_batch_size=len(dataset))
+    trainer = make_stock_trainer(prefix, tmp_path, per_device_eval_batch_size=len(dataset))
     batch = default_data_collator([dataset[number] for number in range(len(dataset))])
     with torch.no_grad():
-        expected = trainer.model.eval()(**batch).loss.item()
-    assert trainer.evaluate(dataset)["eval_loss"] == pytest.approx(expected, abs=1e-5)
+        expected_loss = trainer.model.eval()(**batch).loss.item()
+    assert trainer.evaluate(dataset)["eval_loss"] == pytest.approx(expected_loss, abs=1e-5)
 
 
-def test_larger_batches_to_the_end_of_the_data(prefix, tmp_path):
-    """More steps than an epoch of the new batch size has; at the end fewer samples are left than a step takes."""
+def test_larger_batches_until_data_ends(prefix, tmp_path):
+    """Resumes with a larger batch size; at the end fewer samples remain than a step needs."""
     size = len(dataset_of(prefix, None))
     train(prefix, tmp_path, None, rows=2, steps=21, stop=20, samples=None)
     left = (size - 40) // 8
-    given_up = {"rows": 4, "accumulate": 2, "samples": None, "resume": str(tmp_path / "checkpoint-20")}
-    steps, *_ = train(prefix, tmp_path, None, steps=20 + left, **given_up)
-    planned = expected(prefix, 40, range(21, 21 + left), 1, 4, 2, samples=None)
+    resume_options = {"rows": 4, "accumulate": 2, "samples": None, "resume": str(tmp_path / "checkpoint-20")}
+    steps, *_ = train(prefix, tmp_path, None, steps=20 + left, **resume_options)
+    planned = list_megatron_samples(prefix, 40, range(21, 21 + left), 1, 4, 2, samples=None)
     assert steps == {step: rows[0] for step, rows in planned.items()}
     with pytest.raises(DataError, match=f"it ends with step {20 + left}"):
-        train(prefix, tmp_path, None, steps=21 + left, **given_up)
+        train(prefix, tmp_path, None, steps=21 + left, **resume_options)
     with pytest.raises(DataError, match=f"Set max_steps={20 + left}"):
-        train(prefix, tmp_path, None, steps=-1, **given_up)
+        train(prefix, tmp_path, None, steps=-1, **resume_options)
 
 
-def test_schedules_count_what_a_step_has(prefix, tmp_path):
-    trainer = stock(prefix, tmp_path, dataset_of(prefix), per_device_train_batch_size=4, weight_decay=0.01)
+def test_mismatched_schedules_are_rejected(prefix, tmp_path):
+    trainer = make_stock_trainer(prefix, tmp_path, dataset_of(prefix), per_device_train_batch_size=4, weight_decay=0.01)
     for batch, samples, message in (
         (8, 0, "does not match the 4 samples of a step"),
         (4, 4, "does not match the 0 samples consumed"),
@@ -359,7 +364,7 @@ def test_schedules_count_what_a_step_has(prefix, tmp_path):
             trainer.train()
 
 
-def test_blends_are_taken_in_turns(prefix, tmp_path):
+def test_blend_order(prefix, tmp_path):
     datasets = [dataset_of(prefix, 40, seed=seed) for seed in (1, 2)]
     blend = BlendedDataset(datasets, [0.3, 0.7], 20, cache=tmp_path)
     again = BlendedDataset(datasets, [0.3, 0.7], 20, cache=tmp_path)
@@ -372,8 +377,8 @@ def test_blends_are_taken_in_turns(prefix, tmp_path):
         BlendedDataset(datasets, [0.3, 0.7], 10_000)
 
 
-def test_samples_are_left_out_from_where_a_run_goes_on(prefix, tmp_path, monkeypatch):
-    """Of a run that was stopped after 8 samples, 12 to 17 are left out; another begins where Megatron-LM had ended."""
+def test_excluded_samples_after_resume(prefix, tmp_path, monkeypatch):
+    """Excludes samples 12 to 16 after a stop at 8 samples; another run starts where Megatron-LM ended."""
     train(prefix, tmp_path, None, rows=4, steps=3, stop=2)
     dataset = dataset_of(prefix)
     rows = [dataset[sample]["input_ids"].tolist() for sample in range(30)]
@@ -390,21 +395,24 @@ def test_samples_are_left_out_from_where_a_run_goes_on(prefix, tmp_path, monkeyp
     assert steps == {1: rows[6:14], 2: rows[14:22]}
 
 
-def test_ranges_that_are_left_out(prefix):
+def test_excluded_ranges(prefix):
     dataset = dataset_of(prefix)
-    left = WithoutSamples(dataset, [(0, 2), (5, 6), (40, 48)])
-    kept = [place for place in range(len(dataset)) if not (place < 2 or place == 5 or 40 <= place < 48)]
-    assert len(left) == len(kept) and [left.get_full_index(sample) for sample in range(len(left))] == kept
-    assert [left.sample_at(place) for place in kept] == list(range(len(kept)))
-    assert left.sample_at(5) == left.sample_at(6)
-    assert left[3]["input_ids"].tolist() == dataset[kept[3]]["input_ids"].tolist()
+    remaining = WithoutSamples(dataset, [(0, 2), (5, 6), (40, 48)])
+    indices = [place for place in range(len(dataset)) if not (place < 2 or place == 5 or 40 <= place < 48)]
+    assert (
+        len(remaining) == len(indices)
+        and [remaining.get_full_index(sample) for sample in range(len(remaining))] == indices
+    )
+    assert [remaining.sample_at(place) for place in indices] == list(range(len(indices)))
+    assert remaining.sample_at(5) == remaining.sample_at(6)
+    assert remaining[3]["input_ids"].tolist() == dataset[indices[3]]["input_ids"].tolist()
     for ranges in ([(5, 5)], [(5, 9), (7, 12)], [(0, 10_000)], [(-1, 2)]):
         with pytest.raises(DataError, match="expected .first, stop. in their order"):
             WithoutSamples(dataset, ranges)
 
 
 class _SavesWithin(TrainerCallback):
-    """Saves where a signal has stock save: before an optimizer's step, and at the end of one before other callbacks."""
+    """Records states where stock saves on a signal: within a step, and after it before other callbacks."""
 
     def __init__(self):
         self.said = []
@@ -416,19 +424,21 @@ class _SavesWithin(TrainerCallback):
     on_pre_optimizer_step = on_step_end = on_substep_end = _save
 
 
-def test_what_is_saved_within_a_step_has_its_steps_samples(prefix, tmp_path):
-    trainer = stock(prefix, tmp_path, dataset_of(prefix), per_device_train_batch_size=2, gradient_accumulation_steps=3)
+def test_saves_within_a_step_count_completed_steps(prefix, tmp_path):
+    trainer = make_stock_trainer(
+        prefix, tmp_path, dataset_of(prefix), per_device_train_batch_size=2, gradient_accumulation_steps=3
+    )
     trainer.args.max_steps = 2
     saves = _SavesWithin()
     saves.counting = trainer
     trainer.add_callback(saves)
-    # As stock's own, it comes before what users add.
+    # Runs before user callbacks, as stock's own callback does.
     trainer.callback_handler.callbacks.insert(0, trainer.callback_handler.callbacks.pop())
     trainer.train()
     assert saves.said == [(0, 0)] * 3 + [(1, 6)] * 4 + [(2, 12)]
 
 
-def test_files_of_the_same_lengths_are_others(prefix, tmp_path):
+def test_files_with_equal_lengths_are_distinguished(prefix, tmp_path):
     places = [tmp_path / name / "pair" for name in "ab"]
     for seed, place in enumerate(places):
         drawn = random.Random(seed)
@@ -442,24 +452,24 @@ def test_files_of_the_same_lengths_are_others(prefix, tmp_path):
               resume=str(tmp_path / "out" / "checkpoint-2"))  # fmt: skip
 
 
-def test_what_is_left_out_or_seen_counts_for_the_full_model(prefix):
+def test_blend_rejects_excluded_or_consumed_samples(prefix):
     dataset = dataset_of(prefix)
     with pytest.raises(DataError, match="A blend cannot contain datasets"):
         BlendedDataset([WithoutSamples(dataset, [(1, 3)]), dataset])
-    left = WithoutSamples(dataset, [(1, 3)])
+    remaining = WithoutSamples(dataset, [(1, 3)])
     dataset.seen = 10
-    assert left.seen == 10
+    assert remaining.seen == 10
     with pytest.raises(DataError, match="A blend cannot contain datasets"):
         BlendedDataset([dataset])
 
 
 RAMP_UP = BatchRampUp(8, start=2, increment=2, samples=12)
-# Layout -> rows of a replica's call, and where it goes on; checkpoints of stock in one process do so there alone.
+# Layout -> per-device batch size, and the layout that resumes; a single process can only resume its own checkpoints.
 GROWING = {"one process": (2, "one process"), "dp2": (1, "tp2+dp2"), "cp2": (1, "dp2"), "pp2+dp2": (2, "dp4")}
 
 
-def by_hand(prefix, ends):
-    """Losses of steps of growing batches in a loop in one process."""
+def train_by_hand(prefix, ends):
+    """Returns the losses of a single-process loop with growing batches."""
     model = AutoModelForCausalLM.from_pretrained(Path(prefix).parent / "model")
     optimizer = torch.optim.AdamW(model.parameters(), 1e-2, weight_decay=0.0)
     dataset, losses = dataset_of(prefix), []
@@ -473,8 +483,8 @@ def by_hand(prefix, ends):
 
 
 @pytest.mark.parametrize("layout", GROWING)
-def test_batches_grow(prefix, tmp_path, layout):
-    """As those of a loop in one process, also where another layout goes on within the growth."""
+def test_batch_ramp_up_matches_single_process(prefix, tmp_path, layout):
+    """Another layout resumes while the batch size is still growing."""
     rows, other = GROWING[layout]
     sizes = RAMP_UP if layout != "pp2+dp2" else BatchRampUp(8, start=4, increment=4, samples=12)
     ends = [sizes.after(steps) for steps in range(1, 7)]
@@ -492,11 +502,11 @@ def test_batches_grow(prefix, tmp_path, layout):
     for step, (first, stop) in enumerate(itertools.pairwise([0, *ends]), 1):
         taken_rows = [row for replica in taken[step] for row in replica]
         assert sorted(taken_rows) == sorted(dataset[sample]["input_ids"].tolist() for sample in range(first, stop))
-    # The last of the logs of a stopped run is a summary.
-    assert begun[0][2][:3] + went_on[0][2][3:] == pytest.approx(by_hand(prefix, ends), abs=2e-4)
+    # The last log entry of a stopped run is a summary.
+    assert begun[0][2][:3] + went_on[0][2][3:] == pytest.approx(train_by_hand(prefix, ends), abs=2e-4)
 
 
-def test_batches_that_do_not_grow_by_calls_are_refused(prefix, tmp_path):
+def test_invalid_batch_ramp_ups_are_rejected(prefix, tmp_path):
     grow = {"steps": 6, "ramp_up": RAMP_UP}
     with pytest.raises(DataError, match="must be multiples of 4, .*, got 2"):
         train(prefix, tmp_path, None, rows=4, accumulate=2, **grow)
@@ -524,8 +534,8 @@ SPECIAL_TOKENS = [
 MASKED_MODELS = {"bert": AutoModelForMaskedLM, "t5": AutoModelForSeq2SeqLM}
 
 
-def masked(prefix, kind):
-    """A model, and sentences with masked words for it."""
+def make_masked_data(prefix, kind):
+    """Returns a model config and a dataset of masked sentences."""
     words = [*SPECIAL_TOKENS, *(f"word{number}" for number in range(96 - len(SPECIAL_TOKENS)))]
     tokenizer = BertTokenizer({word: number for number, word in enumerate(words)}, eos_token="[EOS]")
     if kind == "t5":
@@ -542,7 +552,7 @@ def masked(prefix, kind):
 
 
 def train_masked(prefix, output, sizes, kind, accumulate=2, is_scaled=None, ramp_up=None, resume=None, **options):
-    _, dataset = masked(prefix, kind)
+    _, dataset = make_masked_data(prefix, kind)
     layout = {} if sizes is None else {"megatron_config": MegatronConfig(**sizes)}
     model = MASKED_MODELS[kind].from_pretrained(output / "model", **layout)
     arguments = TrainingArguments(
@@ -554,20 +564,20 @@ def train_masked(prefix, output, sizes, kind, accumulate=2, is_scaled=None, ramp
         **{"max_steps": 4, "logging_steps": 1, "learning_rate": 1e-2, "save_strategy": "no"} | options,
     )
     dataset.ramp_up = ramp_up
-    trainer, seen = Trainer(model, arguments, default_data_collator, dataset), Seen()
+    trainer, recorder = Trainer(model, arguments, default_data_collator, dataset), SampleRecorder()
     original = trainer.compute_loss
 
     def compute_loss(model, inputs, *args, **kwargs):
-        seen._ids += inputs["input_ids"].tolist()
+        recorder._ids += inputs["input_ids"].tolist()
         return original(model, inputs, *args, **kwargs)
 
     trainer.compute_loss, trainer.loss_is_scaled_for_ga = compute_loss, is_scaled
     trainer.train(resume_from_checkpoint=resume)
-    return seen._ids, [log["loss"] for log in trainer.state.log_history if "loss" in log]
+    return recorder._ids, [log["loss"] for log in trainer.state.log_history if "loss" in log]
 
 
-def sentences_of(tmp_path, kind):
-    """A pair of documents of sentences, and a model for them."""
+def write_sentences(tmp_path, kind):
+    """Writes documents of sentences and a model; returns the prefix and the masked dataset."""
     drawn, prefix = random.Random(0), tmp_path / "text_sentence"
     with IndexedWriter(prefix, "uint16") as writer:
         for _ in range(30):
@@ -575,7 +585,7 @@ def sentences_of(tmp_path, kind):
             writer.add_document(
                 [[drawn.randrange(15, 96) for _ in range(drawn.randrange(1, 20))] for _ in range(count)]
             )
-    config, dataset = masked(prefix, kind)
+    config, dataset = make_masked_data(prefix, kind)
     torch.manual_seed(0)
     MASKED_MODELS[kind].from_config(config).save_pretrained(tmp_path / "model")
     return prefix, dataset
@@ -583,8 +593,8 @@ def sentences_of(tmp_path, kind):
 
 @pytest.mark.parametrize("kind", ["bert", "t5"])
 def test_masked_sentences_train_identically(tmp_path, kind):
-    """Samples with as many masked tokens as they happen to have, over replicas that have other ones."""
-    prefix, dataset = sentences_of(tmp_path, kind)
+    """Samples differ in their number of masked tokens, and so do replicas."""
+    prefix, dataset = write_sentences(tmp_path, kind)
     [(taken_rows, losses)] = run_ranks(train_masked, 1, prefix, tmp_path, None, kind)
     assert taken_rows == [dataset[sample]["input_ids"].tolist() for sample in range(32)]
     assert len(losses) == 4
@@ -595,9 +605,9 @@ def test_masked_sentences_train_identically(tmp_path, kind):
 
 
 @pytest.mark.parametrize("kind", ["bert", "t5"])
-def test_losses_that_are_added_up_over_calls_are_refused(tmp_path, kind):
-    """Where steps get other numbers of calls: in batches that grow, and after a resume with another accumulation."""
-    prefix, _ = sentences_of(tmp_path, kind)
+def test_losses_summed_over_microbatches_are_rejected(tmp_path, kind):
+    """Applies when the number of microbatches per step changes: with ramp-up, or after a resume."""
+    prefix, _ = write_sentences(tmp_path, kind)
     grow = {"ramp_up": BatchRampUp(8, start=4, increment=4, samples=4)}
     for layout in ("one process", "dp2", "pp2+dp2"):
         sizes = LAYOUTS[layout]
@@ -611,15 +621,17 @@ def test_losses_that_are_added_up_over_calls_are_refused(tmp_path, kind):
         assert max(means) < 1.6 * min(means)
     run = [2, prefix, tmp_path / "dp2", LAYOUTS["dp2"], kind]
     run_ranks(train_masked, *run, max_steps=2, save_strategy="steps", save_steps=2)
-    go_on = {"resume": str(tmp_path / "dp2" / "checkpoint-2"), "accumulate": 4}
+    resume_options = {"resume": str(tmp_path / "dp2" / "checkpoint-2"), "accumulate": 4}
     with pytest.raises(RankError, match="loss_is_scaled_for_ga"):
-        run_ranks(train_masked, *run, **go_on)
-    [(ids, _), _] = run_ranks(train_masked, *run, **go_on, is_scaled=False)
+        run_ranks(train_masked, *run, **resume_options)
+    [(ids, _), _] = run_ranks(train_masked, *run, **resume_options, is_scaled=False)
     assert len(ids) == 8
 
 
-def test_a_mean_of_ones_own_is_refused_in_batches_that_grow(prefix, tmp_path):
-    trainer = stock(prefix, tmp_path, dataset_of(prefix), per_device_train_batch_size=2, gradient_accumulation_steps=4)
+def test_ramp_up_rejects_losses_without_num_items(prefix, tmp_path):
+    trainer = make_stock_trainer(
+        prefix, tmp_path, dataset_of(prefix), per_device_train_batch_size=2, gradient_accumulation_steps=4
+    )
     trainer.args.max_steps, trainer.train_dataset.ramp_up = 3, RAMP_UP
     trainer.compute_loss = lambda model, inputs, num_items_in_batch=None: model(**inputs).loss
     with pytest.raises(DataError, match="LlamaForCausalLM ignores num_items_in_batch"):
@@ -643,7 +655,7 @@ def train_with_a_skip(prefix, output, resume, steps):
     dataset.ramp_up = RAMP_UP
     trainer = Trainer(model, arguments, default_data_collator, dataset)
     original = trainer.compute_loss
-    # The second step overflows.
+    # The loss of the second step is NaN, as after an overflow.
     trainer.compute_loss = lambda *args, **kwargs: (
         original(*args, **kwargs) * (float("nan") if trainer.state.global_step == 1 else 1.0)
     )
@@ -656,20 +668,22 @@ def train_with_a_skip(prefix, output, resume, steps):
     return count.consumed, scheduler.samples
 
 
-def test_skipped_steps_are_none_of_a_schedule(prefix, tmp_path):
-    """As in Megatron-LM: their samples were seen, and rates stay; a run goes on with that."""
-    # 2 2 4 | 6 8, the second of which is skipped.
+def test_skipped_steps_do_not_advance_the_schedule(prefix, tmp_path):
+    """As in Megatron-LM, samples of a skipped step are consumed but not scheduled, also after a resume."""
+    # Batch sizes 2 2 4 | 6 8; the second step is skipped.
     assert run_ranks(train_with_a_skip, 2, prefix, tmp_path, None, 3)[0] == (8, 6)
     resume = str(tmp_path / "checkpoint-3")
     assert run_ranks(train_with_a_skip, 2, prefix, tmp_path, resume, 5)[0] == (22, 20)
 
 
-def test_losses_of_routers_are_refused_in_batches_that_grow(prefix, tmp_path):
+def test_ramp_up_rejects_router_losses(prefix, tmp_path):
     config = MixtralConfig(
         vocab_size=96, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4,
         num_key_value_heads=2, num_local_experts=2, output_router_logits=True,
     )  # fmt: skip
-    trainer = stock(prefix, tmp_path, dataset_of(prefix), per_device_train_batch_size=2, gradient_accumulation_steps=4)
+    trainer = make_stock_trainer(
+        prefix, tmp_path, dataset_of(prefix), per_device_train_batch_size=2, gradient_accumulation_steps=4
+    )
     trainer.model = trainer.model_wrapped = AutoModelForCausalLM.from_config(config)
     trainer.train_dataset.ramp_up = RAMP_UP
     with pytest.raises(DataError, match="router losses are summed over microbatches"):

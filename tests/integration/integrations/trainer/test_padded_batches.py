@@ -1,4 +1,4 @@
-"""Batches of data parallel ranks that are not full, or drawn: the numbers of one process."""
+"""Tests that partial or random batches on data-parallel ranks match a single process."""
 
 import numpy as np
 import pytest
@@ -30,7 +30,7 @@ from tests.helpers.dp_training import count_ranks
 from tests.integration.integrations.trainer import test_resume, test_trainer
 from tests.integration.integrations.trainer.test_trainer import accuracy, rows
 
-# Of the batches of 2 x 3 rows the last has: both ranks' rows in part, one's alone, a single row, all.
+# With batches of 2 x 3 samples, the last batch holds samples of both ranks, of one rank, a single sample, or is full.
 COUNTS = (10, 9, 7, 12)
 
 
@@ -39,15 +39,15 @@ def evaluate(model, output, dataset, batch_size, **kwargs):
         str(output), per_device_eval_batch_size=batch_size, report_to=[], use_cpu=True, disable_tqdm=True
     )
     trainer = Trainer(model, arguments, data_collator=default_data_collator, **kwargs)
-    found = []
+    results = []
     for count in COUNTS:
         metrics = trainer.evaluate(dataset[:count])
-        found.append(
+        results.append(
             {name: metrics[name] for name in metrics if name in ("eval_loss", "eval_accuracy", "eval_samples")}
         )
         prediction = trainer.predict(dataset[:count])
-        found.append((prediction.predictions, prediction.label_ids, prediction.metrics["test_loss"]))
-    return found
+        results.append((prediction.predictions, prediction.label_ids, prediction.metrics["test_loss"]))
+    return results
 
 
 def tokens(path, output, config=None):
@@ -72,14 +72,14 @@ def layout(text):
 
 
 @pytest.mark.parametrize("text", ["dp2", "dp2+zero3", "tp2+sp+dp2", "pp2+dp2"])
-def test_losses_and_metrics_of_tokens(stories, tmp_path, text):
+def test_token_losses_and_metrics(stories, tmp_path, text):
     config = layout(text)
     expected = tokens(stories, tmp_path)
-    for found in run_ranks(tokens, count_ranks(config), stories, tmp_path, config):
-        compare(found, expected)
+    for results in run_ranks(tokens, count_ranks(config), stories, tmp_path, config):
+        compare(results, expected)
 
 
-def test_losses_of_classes(tmp_path):
+def test_classification_losses(tmp_path):
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
     paths = {}
     torch.manual_seed(0)
@@ -96,12 +96,12 @@ def test_losses_of_classes(tmp_path):
             return evaluate(model, tmp_path / "out", dataset, 6 if config is None else 3)
 
         expected = run()
-        for found in run_ranks(run, 2, layout("dp2")):
-            compare(found, expected)
+        for results in run_ranks(run, 2, layout("dp2")):
+            compare(results, expected)
 
 
 class Masking:
-    """Draws as masked language modelling does: for the whole batch, and then for the whole batch again."""
+    """Collator that draws masks and replacements for the global batch, as masked language modeling does."""
 
     def __init__(self, draws=True):
         self.draws, self.rows = draws, []
@@ -117,29 +117,29 @@ class Masking:
         return batch
 
 
-def batches_of(draws, count, drop_last=False, config=None):
+def read_batches(draws, count, drop_last=False, config=None):
     collator = Masking(draws)
     accelerator = Accelerator(cpu=True, megatron_lm_plugin=None if config is None else MegatronPlugin(config))
     size = 4 if config is None else 2
     loader = DataLoader(rows(count, 0), batch_size=size, collate_fn=collator, drop_last=drop_last)
     loader = accelerator.prepare(loader)
     set_seed(5)
-    found = [accelerator.gather_for_metrics(batch["input_ids"]) for _ in range(2) for batch in loader]
-    return found, torch.rand(2).tolist(), collator.rows
+    batches = [accelerator.gather_for_metrics(batch["input_ids"]) for _ in range(2) for batch in loader]
+    return batches, torch.rand(2).tolist(), collator.rows
 
 
 @pytest.mark.parametrize("arguments", [(True, 11), (True, 9), (True, 8), (True, 11, True), (False, 11)])
-def test_masks_are_those_of_one_process(arguments):
-    [(expected, state, _)] = run_ranks(batches_of, 1, *arguments)
-    for found, after, collated in run_ranks(batches_of, 2, *arguments, config=layout("dp2")):
-        assert len(found) == len(expected) and all(map(torch.equal, found, expected))
+def test_masks_match_single_process(arguments):
+    [(expected, state, _)] = run_ranks(read_batches, 1, *arguments)
+    for batches, after, collated in run_ranks(read_batches, 2, *arguments, config=layout("dp2")):
+        assert len(batches) == len(expected) and all(map(torch.equal, batches, expected))
         assert after == state
-        # Nobody else pays for it.
+        # Without random draws ranks collate only their own samples.
         assert max(collated) == (4 if arguments[0] else 2)
 
 
-def drawn_after_skipping(config=None):
-    """An epoch that skips its first batch, as a run that was resumed within an epoch, and the next one."""
+def read_after_skipping(config=None):
+    """Reads an epoch without its first batch, as after a mid-epoch resume, and the next epoch."""
     accelerator = Accelerator(cpu=True, megatron_lm_plugin=None if config is None else MegatronPlugin(config))
     loader = DataLoader(rows(11, 0), batch_size=4 if config is None else 2, collate_fn=Masking())
     loader = accelerator.prepare(loader)
@@ -148,14 +148,14 @@ def drawn_after_skipping(config=None):
     return [accelerator.gather_for_metrics(batch["input_ids"]) for epoch in epochs for batch in epoch]
 
 
-def test_masks_after_an_epoch_that_skips_batches():
-    [expected] = run_ranks(drawn_after_skipping, 1)
-    for found in run_ranks(drawn_after_skipping, 2, config=layout("dp2")):
-        assert len(found) == len(expected) and all(map(torch.equal, found, expected))
+def test_masks_after_skipped_batches():
+    [expected] = run_ranks(read_after_skipping, 1)
+    for batches in run_ranks(read_after_skipping, 2, config=layout("dp2")):
+        assert len(batches) == len(expected) and all(map(torch.equal, batches, expected))
 
 
-class Taken(Sampler):
-    """So many rows of a dataset, from its beginning and again from there."""
+class CyclicSampler(Sampler):
+    """Samples `count` indices of a dataset in order, cyclically."""
 
     def __init__(self, dataset, count):
         self.dataset, self.count = dataset, count
@@ -167,8 +167,8 @@ class Taken(Sampler):
         return iter(index % len(self.dataset) for index in range(self.count))
 
 
-def dealt_out(skipped, sampled, kept, config=None, **configuration):
-    """What is gathered of each batch: rows, objects, and what stock's own method makes of the rows."""
+def gather_batches(skipped, sampled, kept, config=None, **configuration):
+    """Gathers each batch as tensors, as objects, and with `use_gather_object`."""
     accelerator = Accelerator(
         cpu=True,
         megatron_lm_plugin=None if config is None else MegatronPlugin(config),
@@ -176,7 +176,7 @@ def dealt_out(skipped, sampled, kept, config=None, **configuration):
     )
     data = torch.arange(kept)
     size = 4 if config is None or configuration else 2
-    loader = DataLoader(data, batch_size=size, sampler=Taken(data, sampled) if sampled else None)
+    loader = DataLoader(data, batch_size=size, sampler=CyclicSampler(data, sampled) if sampled else None)
     loader = accelerator.prepare(loader)
     if skipped:
         loader = accelerator.skip_first_batches(loader, skipped)
@@ -190,30 +190,30 @@ def dealt_out(skipped, sampled, kept, config=None, **configuration):
     ]
 
 
-# Accelerate cuts the last batch to what the dataset leaves over: fewer rows than there are, more, or none.
+# Accelerate truncates the last batch by the dataset size: to fewer samples than the sampler has, more, or none.
 @pytest.mark.parametrize(
     "arguments",
     [(2, 0, 14), (0, 11, 14), (0, 9, 14), (1, 9, 14), (0, 17, 14), (0, 19, 14), (0, 11, 16), (0, 12, 14), (0, 12, 16)],
     ids=str,
 )
-def test_samples_of_skipping_loaders_and_of_samplers(arguments):
-    [expected] = run_ranks(dealt_out, 1, *arguments)
-    for found in run_ranks(dealt_out, 2, *arguments, config=layout("dp2")):
-        assert found == expected
-    for found in run_ranks(dealt_out, 2, *arguments, config=layout("dp2"), split_batches=True):
-        assert found == expected
+def test_gathered_samples_with_samplers_and_skipping(arguments):
+    [expected] = run_ranks(gather_batches, 1, *arguments)
+    for batches in run_ranks(gather_batches, 2, *arguments, config=layout("dp2")):
+        assert batches == expected
+    for batches in run_ranks(gather_batches, 2, *arguments, config=layout("dp2"), split_batches=True):
+        assert batches == expected
 
 
-def test_samples_of_ranks_whose_batches_are_not_evened_out():
-    """All stop at the shortest, with a warning; what they have read counts."""
-    uneven = run_ranks(dealt_out, 2, 0, 0, 10, config=layout("dp2"), even_batches=False, split_batches=False)
-    for found in uneven:
-        assert [rows for rows, *_ in found] == [[0, 1, 2, 3, 4, 5, 6, 7]]
+def test_gathered_samples_without_even_batches():
+    """All ranks stop with the shortest one, with a warning; the samples read until then are gathered."""
+    uneven = run_ranks(gather_batches, 2, 0, 0, 10, config=layout("dp2"), even_batches=False, split_batches=False)
+    for batches in uneven:
+        assert [rows for rows, *_ in batches] == [[0, 1, 2, 3, 4, 5, 6, 7]]
 
 
 class SampledTrainer(Trainer):
     def _get_eval_sampler(self, eval_dataset):
-        return Taken(eval_dataset, 9)
+        return CyclicSampler(eval_dataset, 9)
 
 
 def evaluate_samples(path, output, count, config=None):
@@ -230,16 +230,16 @@ def evaluate_samples(path, output, count, config=None):
     return prediction.predictions, prediction.metrics["test_loss"], prediction.metrics["test_accuracy"]
 
 
-# In one process the loss of the last batch of one row weighs as much as two rows, or four.
+# In a single process the loss of the last batch, of one sample, is weighted as two samples, or four.
 @pytest.mark.parametrize("count", [14, 16])
-def test_evaluation_with_a_sampler_of_its_own(stories, tmp_path, count):
+def test_evaluation_with_custom_sampler(stories, tmp_path, count):
     [expected] = run_ranks(evaluate_samples, 1, stories, tmp_path, count)
-    for found in run_ranks(evaluate_samples, 2, stories, tmp_path, count, config=layout("dp2")):
-        np.testing.assert_allclose(found[0], expected[0], atol=1e-4)
-        assert found[1:] == pytest.approx(expected[1:], rel=2e-5)
+    for results in run_ranks(evaluate_samples, 2, stories, tmp_path, count, config=layout("dp2")):
+        np.testing.assert_allclose(results[0], expected[0], atol=1e-4)
+        assert results[1:] == pytest.approx(expected[1:], rel=2e-5)
 
 
-def shuffled(configuration, own_generator, config=None):
+def read_shuffled(configuration, own_generator, config=None):
     set_seed(5)
     plugin = None if config is None else MegatronPlugin(config)
     accelerator = Accelerator(cpu=True, megatron_lm_plugin=plugin, dataloader_config=configuration)
@@ -252,14 +252,14 @@ def shuffled(configuration, own_generator, config=None):
 @pytest.mark.parametrize(
     "arguments", [(DataLoaderConfiguration(use_seedable_sampler=True), False), (DataLoaderConfiguration(), True)]
 )
-def test_shuffled_rows(arguments):
-    [expected] = run_ranks(shuffled, 1, *arguments)
-    assert run_ranks(shuffled, 2, *arguments, config=layout("dp2")) == [expected, expected]
+def test_shuffled_samples(arguments):
+    [expected] = run_ranks(read_shuffled, 1, *arguments)
+    assert run_ranks(read_shuffled, 2, *arguments, config=layout("dp2")) == [expected, expected]
 
 
 @pytest.mark.parametrize("text", ["dp2", "dp2+zero3"])
 def test_resume_within_an_epoch(stories, tmp_path, text):
-    """Of the last batch of 2 x 5 rows one rank has four, the other none."""
+    """With batches of 2 x 5 samples, one rank has four samples of the last batch, the other none."""
 
     def run(output, config, **kwargs):
         size = 10 if config is None else 5
@@ -275,13 +275,13 @@ def test_resume_within_an_epoch(stories, tmp_path, text):
 
     [(log, weights, _)] = run_ranks(run, 1, tmp_path / "one", None, save_strategy="no")
     run_ranks(run, 2, tmp_path / "two", layout(text), stop=2)
-    found, resumed, _ = run_ranks(run, 2, tmp_path / "two", layout(text), resume=True)[0]
-    assert found[-1] == pytest.approx(log[-1], rel=2e-5)
+    resumed_log, resumed, _ = run_ranks(run, 2, tmp_path / "two", layout(text), resume=True)[0]
+    assert resumed_log[-1] == pytest.approx(log[-1], rel=2e-5)
     for name, weight in weights.items():
         torch.testing.assert_close(resumed[name], weight, rtol=0, atol=3e-4)
 
 
-def test_batches_that_accelerate_would_split(stories, tmp_path):
+def test_split_batches(stories, tmp_path):
     arguments = {
         "accelerator_config": {"split_batches": True},
         "per_device_train_batch_size": 4,
@@ -291,20 +291,20 @@ def test_batches_that_accelerate_would_split(stories, tmp_path):
         "num_train_epochs": 1,
     }
     [expected] = run_ranks(test_trainer.train, 1, stories, tmp_path / "one", None, **arguments)
-    found = run_ranks(test_trainer.train, 2, stories, tmp_path / "two", layout("dp2"), **arguments)[0]
-    assert len(found[0]) == len(expected[0])
-    for step, reference in zip(found[0], expected[0], strict=True):
+    results = run_ranks(test_trainer.train, 2, stories, tmp_path / "two", layout("dp2"), **arguments)[0]
+    assert len(results[0]) == len(expected[0])
+    for step, reference in zip(results[0], expected[0], strict=True):
         assert step == pytest.approx(reference, rel=2e-5)
-    np.testing.assert_allclose(found[1], expected[1], atol=1e-4)
+    np.testing.assert_allclose(results[1], expected[1], atol=1e-4)
 
 
-def translated(prediction):
+def summarize_tokens(prediction):
     tokens = np.where(prediction.predictions < 0, 0, prediction.predictions)
     return {"tokens": float((tokens * np.arange(1, tokens.shape[1] + 1)).sum()), "samples": len(tokens)}
 
 
 def translate(path, output, beams, config=None):
-    """Evaluates, trains an epoch, evaluates and predicts with what the model generates."""
+    """Evaluates, trains one epoch, evaluates again and predicts, with generation."""
     model = AutoModelForSeq2SeqLM.from_pretrained(path, megatron_config=config)
     arguments = Seq2SeqTrainingArguments(
         str(output),
@@ -324,7 +324,7 @@ def translate(path, output, beams, config=None):
     data = [
         {name: torch.randint(2, 64, (6,), generator=generator) for name in ("input_ids", "labels")} for _ in range(9)
     ]
-    trainer = Seq2SeqTrainer(model, arguments, default_data_collator, data, data[:7], compute_metrics=translated)
+    trainer = Seq2SeqTrainer(model, arguments, default_data_collator, data, data[:7], compute_metrics=summarize_tokens)
     log = [trainer.evaluate(data[:5])]
     log.append({"loss": trainer.train().training_loss})
     log.append(trainer.evaluate())
@@ -334,21 +334,21 @@ def translate(path, output, beams, config=None):
 
 
 @pytest.mark.parametrize(("text", "beams"), [("dp2", 2), ("dp2+zero3", 1)])
-def test_sequences_that_are_generated(tmp_path, text, beams):
+def test_predict_with_generate(tmp_path, text, beams):
     sizes = {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4, "vocab_size": 64}
     torch.manual_seed(0)
     model = T5ForConditionalGeneration(T5Config(**sizes, dropout_rate=0.0, decoder_start_token_id=0))
     model.save_pretrained(tmp_path / "model")
     [(expected, tokens)] = run_ranks(translate, 1, tmp_path / "model", tmp_path, beams)
     assert expected[0]["eval_samples"] == 5
-    for found, predicted in run_ranks(translate, 2, tmp_path / "model", tmp_path, beams, config=layout(text)):
-        for step, reference in zip(found, expected, strict=True):
+    for steps, predicted in run_ranks(translate, 2, tmp_path / "model", tmp_path, beams, config=layout(text)):
+        for step, reference in zip(steps, expected, strict=True):
             assert step == pytest.approx(reference, rel=2e-5)
         np.testing.assert_array_equal(predicted, tokens)
 
 
-def lengths(path, output, strategy, config=None):
-    """The rows of each optimizer step of two epochs; before the second, the ranks have drawn other numbers."""
+def record_steps(path, output, strategy, config=None):
+    """Returns the samples of each optimizer step of two epochs; the RNG states differ by rank before the second."""
     model = AutoModelForCausalLM.from_pretrained(path, megatron_config=config)
     dp_size = 1 if config is None else config.dp_size or 1
     arguments = TrainingArguments(
@@ -361,27 +361,27 @@ def lengths(path, output, strategy, config=None):
     )
     data = [{"input_ids": torch.full((5 + 7 * index % 40,), index), "labels": index} for index in range(24)]
     trainer = Trainer(model, arguments, lambda some: {"rows": torch.tensor([row["labels"] for row in some])}, data)
-    found, accelerator = [], trainer.accelerator
+    epochs, accelerator = [], trainer.accelerator
     loader = trainer.get_train_dataloader()
     for _ in range(2):
         batches = [batch["rows"].tolist() for batch in loader]
         every = accelerator.gather_for_metrics([batches], use_gather_object=True) if dp_size > 1 else [batches]
         steps = [[row for rank in every for batch in rank[step : step + 2] for row in batch] for step in (0, 2, 4)]
-        found.append([sorted(step) for step in steps])
+        epochs.append([sorted(step) for step in steps])
         if torch.distributed.is_initialized():
             torch.rand(torch.distributed.get_rank())
-    return found
+    return epochs
 
 
 @pytest.mark.parametrize("text", ["dp2", "tp2"])
 @pytest.mark.parametrize("strategy", ["group_by_length", "batch_rebalance"])
-def test_rows_that_are_sorted_by_length(stories, tmp_path, strategy, text):
-    [expected] = run_ranks(lengths, 1, stories, tmp_path, strategy)
-    for found in run_ranks(lengths, 2, stories, tmp_path, strategy, config=layout(text)):
-        assert found[0] == expected[0] and sorted(sum(found[1], [])) == list(range(24))
+def test_length_grouped_samples(stories, tmp_path, strategy, text):
+    [expected] = run_ranks(record_steps, 1, stories, tmp_path, strategy)
+    for epochs in run_ranks(record_steps, 2, stories, tmp_path, strategy, config=layout(text)):
+        assert epochs[0] == expected[0] and sorted(sum(epochs[1], [])) == list(range(24))
 
 
-def test_a_model_that_trainer_makes_is_refused(stories, tmp_path):
+def test_model_init_is_rejected(stories, tmp_path):
     def on_rank():
         with pytest.raises(ConfigError, match="model_init"):
             Trainer(
@@ -392,8 +392,8 @@ def test_a_model_that_trainer_makes_is_refused(stories, tmp_path):
     run_ranks(on_rank, 2)
 
 
-class Counted(torch.utils.data.IterableDataset):
-    """A stream whose length nobody knows."""
+class UnsizedStream(torch.utils.data.IterableDataset):
+    """A stream of unknown length."""
 
     def __init__(self, samples):
         self.samples = samples
@@ -403,7 +403,7 @@ class Counted(torch.utils.data.IterableDataset):
 
 
 def train_on_streams(path, output, config=None):
-    """Trains on two streams, whose last batch ends within the accumulation of a step; the first trainer stays."""
+    """Trains on two streams that end within an accumulation; the first trainer stays alive."""
     replicas = 1 if config is None else config.dp_size
     trainers = []
     for count in (6, 11):
@@ -414,7 +414,7 @@ def train_on_streams(path, output, config=None):
             **{"logging_steps": 1, "report_to": [], "use_cpu": True, "disable_tqdm": True, "save_strategy": "no"},
             accelerator_config={"dispatch_batches": False},
         )
-        stream = Counted(rows(count, 1))
+        stream = UnsizedStream(rows(count, 1))
         trainers.append(Trainer(model, arguments, train_dataset=stream, data_collator=default_data_collator))
         trainers[-1].train()
     logs = [entry for trainer in trainers for entry in trainer.state.log_history if "loss" in entry]
@@ -427,7 +427,7 @@ def test_streams_that_end_within_a_step(stories, tmp_path, monkeypatch, is_forgo
     if is_forgotten:
         monkeypatch.setattr(batch_shards, "_ENDED", "_hf_megatron_nothing")
         monkeypatch.setattr(batch_shards, "_loader", lambda state: state.active_dataloader)
-    found = run_ranks(train_on_streams, 2, stories, tmp_path, layout("dp2"))
+    logs = run_ranks(train_on_streams, 2, stories, tmp_path, layout("dp2"))
     assert len(expected) == 8
-    agrees = [log == [pytest.approx(entry, rel=1e-4) for entry in expected] for log in found]
+    agrees = [log == [pytest.approx(entry, rel=1e-4) for entry in expected] for log in logs]
     assert agrees == [not is_forgotten] * 2

@@ -1,4 +1,4 @@
-"""A stock Trainer that is stopped and resumed, on the same layout and on others, against one that never stopped."""
+"""Tests of a stock Trainer that resumes on the same or another layout, against an uninterrupted run."""
 
 import json
 import subprocess
@@ -56,7 +56,7 @@ class StopAt(TrainerCallback):
 
 
 def train(path, output, config, *, steps=6, stop=None, resume=None, dropout=0.0, callbacks=(), **arguments):
-    """Losses and gradient norms of each step, and the weights at the end; global batches of four rows."""
+    """Returns the loss and gradient norm of each step, final weights, best checkpoint; 4 samples per microbatch."""
     model = AutoModelForCausalLM.from_pretrained(path, megatron_config=config, attention_dropout=dropout)
     dp_size = 1 if config is None else config.dp_size or 1
     defaults = {
@@ -110,63 +110,63 @@ def test_trainer_resumes_on_another_layout(stories, tmp_path, uninterrupted, sav
 
 
 def test_trainer_resumes_from_a_converted_checkpoint(stories, tmp_path, uninterrupted):
-    """Through Megatron-Core's layout, which keeps neither scheduler nor groups: the script has its own."""
+    """Converts through the Megatron-Core format, which stores neither scheduler nor groups; the script sets them."""
     run_ranks(train, 2, stories, tmp_path / "run", LAYOUTS["tp2"], stop=4)
     convert(tmp_path / "run" / "checkpoint-4", tmp_path / "core", "megatron_core")
     folder = tmp_path / "again" / "checkpoint-4"
     convert(tmp_path / "core", folder, "sharded")
     log, weights, _ = run_ranks(train, 2, stories, tmp_path / "other", LAYOUTS["dp2"], resume=str(folder))[0]
     assert [entry[0] for entry in log] == [5, 6]
-    for found, expected in zip(log, uninterrupted[0][-2:], strict=True):
-        assert found == pytest.approx(expected, rel=1e-5)
+    for values, expected in zip(log, uninterrupted[0][-2:], strict=True):
+        assert values == pytest.approx(expected, rel=1e-5)
     for name, weight in uninterrupted[1].items():
         torch.testing.assert_close(weights[name], weight, rtol=0, atol=3e-4)
 
 
-def batch():
+def make_batch():
     some = rows(4, 3)
     return {name: torch.stack([row[name] for row in some]) for name in ("input_ids", "labels")}
 
 
-def make(path, config, dtype):
+def make_model_and_optimizer(path, config, dtype):
     model = AutoModelForCausalLM.from_pretrained(path, megatron_config=config, dtype=dtype).train()
     return model, prepare_optimizer(torch.optim.AdamW(model.parameters(), lr=1e-3))
 
 
 def save_after_steps(path, target, config, dtype):
-    model, optimizer = make(path, config, dtype)
+    model, optimizer = make_model_and_optimizer(path, config, dtype)
     for _ in range(2):
         optimizer.zero_grad()
-        model(**batch()).loss.backward()
+        model(**make_batch()).loss.backward()
         optimizer.step()
     with Transaction(target, training_metadata(model, [optimizer])) as transaction:
         transaction.write(pieces(model, [optimizer]))
 
 
 def load_and_save_again(path, source, target, config, dtype):
-    """The loss of the next step, after a checkpoint was read and written in this layout."""
-    model, optimizer = make(path, config, dtype)
+    """Loads a checkpoint, saves it on this layout and returns the loss of the next step."""
+    model, optimizer = make_model_and_optimizer(path, config, dtype)
     checkpoint = open_checkpoint(source)
     load_model(model, checkpoint)
     load_optimizers(model, [optimizer], checkpoint)
     with Transaction(target, training_metadata(model, [optimizer])) as transaction:
         transaction.write(pieces(model, [optimizer]))
-    return model(**batch()).loss.item()
+    return model(**make_batch()).loss.item()
 
 
 def all_full_tensors(path):
     checkpoint = Checkpoint(path)
     checkpoint.verify()
-    found = {}
+    tensors = {}
     for name in checkpoint.names():
         shape = checkpoint.shape(name)
         out = torch.empty(torch.Size(shape).numel(), dtype=checkpoint.dtype(name))
         checkpoint.read(name, [TensorChunk((0,) * len(shape), shape)], out)
-        found[name] = out
-    return found
+        tensors[name] = out
+    return tensors
 
 
-def test_main_weights_of_half_precision_are_kept(stories, tmp_path):
+def test_half_precision_main_params_are_preserved(stories, tmp_path):
     dp2, tp2 = LAYOUTS["dp2"], LAYOUTS["tp2"]
     run_ranks(save_after_steps, 2, stories, tmp_path / "a" / "checkpoint-2", dp2, torch.bfloat16)
     paths = tmp_path / "a" / "checkpoint-2", tmp_path / "b" / "checkpoint-2"
@@ -177,7 +177,7 @@ def test_main_weights_of_half_precision_are_kept(stories, tmp_path):
     assert all(torch.equal(before[name], after[name]) for name in before)
 
 
-def test_what_a_checkpoint_folder_holds(stories, tmp_path):
+def test_checkpoint_folder_contents(stories, tmp_path):
     """The manifest covers every file, nothing is a pickle, older steps are pruned after the commit."""
     run_ranks(train, 2, stories, tmp_path, LAYOUTS["dp2"], save_total_limit=2)
     assert sorted(path.name for path in tmp_path.glob("checkpoint-*")) == ["checkpoint-4", "checkpoint-6"]
@@ -187,12 +187,12 @@ def test_what_a_checkpoint_folder_holds(stories, tmp_path):
     card = {"README.md", "loss.png"}
     assert {name for name in files if not name.endswith((".json", ".safetensors"))} == card
     assert set(json.loads((folder / "manifest.json").read_text())["files"]) == files - card - {"manifest.json"}
-    # Each rank wrote its own half.
+    # Each rank writes its own half.
     sizes = [(folder / f"shard-{rank:05d}-of-00002.safetensors").stat().st_size for rank in range(2)]
     assert max(sizes) < 1.1 * min(sizes)
 
 
-def test_a_step_is_never_written_over(stories, tmp_path):
+def test_checkpoint_is_never_overwritten(stories, tmp_path):
     run_ranks(train, 2, stories, tmp_path, LAYOUTS["tp2"], steps=2)
     first = (tmp_path / "checkpoint-2" / "manifest.json").read_bytes()
     run_ranks(train, 2, stories, tmp_path, LAYOUTS["tp2"], steps=2, learning_rate=5e-3)
@@ -200,7 +200,7 @@ def test_a_step_is_never_written_over(stories, tmp_path):
     assert latest(tmp_path).name == "checkpoint-2.1"
 
 
-def test_resume_skips_a_folder_that_is_not_complete(stories, tmp_path):
+def test_resume_skips_incomplete_folder(stories, tmp_path):
     run_ranks(train, 2, stories, tmp_path, LAYOUTS["dp2"], stop=4)
     (tmp_path / "checkpoint-4" / "manifest.json").unlink()
     with pytest.warns(UserWarning, match="checkpoint-2"):
@@ -209,26 +209,26 @@ def test_resume_skips_a_folder_that_is_not_complete(stories, tmp_path):
     assert [step for step, *_ in log] == [1, 2, 3, 4]
 
 
-def test_a_run_that_one_process_has_gone_on_with(stories, tmp_path, uninterrupted):
-    """One process writes stock checkpoints, which it resumes and ranks of a layout refuse before they train."""
+def test_run_continued_in_single_process(stories, tmp_path, uninterrupted):
+    """A single process writes stock checkpoints, which parallel layouts reject before training."""
 
-    def go_on(config, **kwargs):
+    def run_trainer(config, **kwargs):
         return run_ranks(train, ranks_of(config), stories, tmp_path, config, **kwargs)[0]
 
     dp2 = LAYOUTS["dp2"]
-    go_on(dp2, stop=2)
-    go_on(None, stop=4, resume=True)
+    run_trainer(dp2, stop=2)
+    run_trainer(None, stop=4, resume=True)
 
-    def refused():
+    def resume_rejected():
         with pytest.raises(CheckpointError, match="checkpoint-4 was written by plain Trainer.*checkpoint-2'"):
             train(stories, tmp_path, dp2, resume=True, callbacks=[Untouched()])
 
-    run_ranks(refused, 2)
-    log, weights, _ = go_on(None, resume=True)
+    run_ranks(resume_rejected, 2)
+    log, weights, _ = run_trainer(None, resume=True)
     assert [step for step, *_ in log] == [1, 2, 3, 4, 5, 6]
-    again, *_ = go_on(dp2, resume=str(tmp_path / "checkpoint-2"))
-    for found in (log, again):
-        assert np.allclose(found, uninterrupted[0], rtol=1e-5)
+    again, *_ = run_trainer(dp2, resume=str(tmp_path / "checkpoint-2"))
+    for entries in (log, again):
+        assert np.allclose(entries, uninterrupted[0], rtol=1e-5)
     for name, weight in uninterrupted[1].items():
         torch.testing.assert_close(weights[name], weight, rtol=0, atol=3e-4)
 
@@ -253,7 +253,7 @@ def test_best_model_at_end_comes_from_a_sharded_checkpoint(stories, tmp_path):
     assert all(torch.equal(saved[name], weight.flatten()) for name, weight in weights.items() if name in saved)
 
 
-def test_background_saves_are_complete(stories, tmp_path):
+def test_async_saves_are_complete(stories, tmp_path):
     config = MegatronConfig(dp_size=2, async_save=True)
     run_ranks(train, 2, stories, tmp_path, config, save_total_limit=2)
     assert [is_committed(tmp_path / f"checkpoint-{step}") for step in (2, 4, 6)] == [False, True, True]
@@ -262,8 +262,8 @@ def test_background_saves_are_complete(stories, tmp_path):
     assert all(torch.equal(final[name], weight.flatten()) for name, weight in sync[1].items() if name in final)
 
 
-def test_merge_writes_files_that_transformers_reads(stories, tmp_path):
-    """From the command line, in a process without ranks; tied weights once."""
+def test_merged_files_load_in_transformers(stories, tmp_path):
+    """Merges with the command line in a single process; tied weights are written once."""
     _, weights, _ = run_ranks(train, 4, stories, tmp_path, LAYOUTS["tp2 x dp2 zero3"], steps=2)[0]
     command = ["hf-megatron", "merge", str(tmp_path / "checkpoint-2"), str(tmp_path / "merged")]
     subprocess.run(command, check=True)
@@ -282,7 +282,7 @@ def test_merge_writes_files_that_transformers_reads(stories, tmp_path):
     assert again.exit_code == 1 and "exists" in again.stderr
 
 
-def test_another_models_checkpoint_is_refused(stories, tmp_path):
+def test_checkpoint_from_another_model_is_rejected(stories, tmp_path):
     config = LlamaConfig(hidden_size=64, intermediate_size=64, num_hidden_layers=1, vocab_size=512)
     LlamaForCausalLM(config).save_pretrained(tmp_path / "other")
     run_ranks(train, 2, stories, tmp_path / "out", LAYOUTS["dp2"], stop=2)

@@ -1,4 +1,4 @@
-"""Whisper by a stock `Seq2SeqTrainer`, with generation in evaluation, against the same Trainer in one process."""
+"""Tests of Whisper with a stock `Seq2SeqTrainer` and generation in evaluation, against a single process."""
 
 import numpy as np
 import pytest
@@ -13,7 +13,7 @@ from hf_megatron.parallelize import parallel_state
 STEPS = 20
 FRAMES, BINS, VOCABULARY, START, PAD = 32, 8, 64, 1, 0
 _STACK = {"layers": 2, "attention_heads": 4, "ffn_dim": 48}
-# Gradients that are zero in exact arithmetic stay so.
+# Keeps updates by gradients that are zero in exact arithmetic negligible.
 EPSILON = 1e-4
 
 
@@ -41,13 +41,13 @@ def checkpoint(tmp_path_factory):
     return folder
 
 
-def clips(count, seed):
-    """What is said follows from how loud the bins are, in sentences of unequal lengths."""
+def make_clips(count, seed):
+    """Yields clips whose transcripts depend on the mean of each mel bin, with unequal lengths."""
     generator = torch.Generator().manual_seed(seed)
     for index in range(count):
         features = torch.randn(BINS, FRAMES, generator=generator)
-        said = 3 + features.mean(1).mul(200).long().abs() % (VOCABULARY - 3)
-        yield {"input_features": features, "labels": said[: 3 + index % (BINS - 2)].tolist()}
+        transcript = 3 + features.mean(1).mul(200).long().abs() % (VOCABULARY - 3)
+        yield {"input_features": features, "labels": transcript[: 3 + index % (BINS - 2)].tolist()}
 
 
 def collate(rows):
@@ -57,7 +57,7 @@ def collate(rows):
 
 
 def tokens(prediction):
-    """One other token changes it."""
+    """Metric that changes with every single token."""
     return {"tokens": float((prediction.predictions * np.arange(1, prediction.predictions.shape[1] + 1)).sum())}
 
 
@@ -83,7 +83,7 @@ def train(checkpoint, output, config=None, rows=4):
         use_cpu=True,
         disable_tqdm=True,
     )
-    data = list(clips(40, 0)), list(clips(6, 1))
+    data = list(make_clips(40, 0)), list(make_clips(6, 1))
     trainer = Seq2SeqTrainer(
         model,
         arguments,
@@ -103,14 +103,14 @@ def train(checkpoint, output, config=None, rows=4):
     [{"tp_size": 2}, {"tp_size": 2, "sequence_parallel": True}, {"pp_size": 2}, {"dp_size": 2}],
     ids=lambda layout: "+".join(f"{name}{value}" for name, value in layout.items()),
 )
-def test_twenty_steps_equal_one_process(checkpoint, tmp_path, layout):
+def test_twenty_steps_match_single_process(checkpoint, tmp_path, layout):
     config = ConfigUnderTest(**layout)
     [(expected, reference)] = run_ranks(train, 1, checkpoint, tmp_path / "one")
-    found = run_ranks(train, 2, checkpoint, tmp_path / "two", config, 4 // (config.dp_size or 1))
-    # Each step, evaluations in the middle and at the end, and the mean.
+    results = run_ranks(train, 2, checkpoint, tmp_path / "two", config, 4 // (config.dp_size or 1))
+    # One entry per step, two evaluations, and the final summary.
     assert len(expected) == STEPS + 3 and len({entry.get("eval_tokens") for entry in expected}) > 1
-    for log, _ in found:
+    for log, _ in results:
         for entry, other in zip(log, expected, strict=True):
             assert entry == pytest.approx(other, rel=2e-5)
     for name, weight in reference.items():
-        assert (found[0][1][name] - weight).abs().max() <= 3e-5, name
+        assert (results[0][1][name] - weight).abs().max() <= 3e-5, name

@@ -1,4 +1,4 @@
-"""A stock Trainer on two ranks against the same Trainer in one process: every logged number."""
+"""Tests that the logs, predictions and weights of a stock Trainer match a single process."""
 
 import numpy as np
 import pytest
@@ -15,7 +15,7 @@ TP2_SP = MegatronConfig(tp_size=2, sequence_parallel=True)
 
 
 def rows(count, seed, length=33):
-    """Random rows with unequal numbers of labels, one of them without any."""
+    """Returns random samples with unequal numbers of labels; the second has none."""
     generator = torch.Generator().manual_seed(seed)
     result = []
     for index in range(count):
@@ -34,7 +34,7 @@ def accuracy(prediction):
 
 
 class OwnLoss(Trainer):
-    """Adds nothing, as many do that log something."""
+    """Overrides `compute_loss` without changing it, as many trainers that add logging do."""
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
@@ -83,9 +83,9 @@ def compare(stories, tmp_path, layout=TP2_SP, tolerance=2e-5, **kwargs):
     dp_size = layout.dp_size or 1
     one = kwargs | {"per_device_train_batch_size": 2 * dp_size, "per_device_eval_batch_size": 3 * dp_size}
     expected = train_single_process(train, stories, **one)
-    found = run_ranks(train, layout.tp_size * dp_size, stories, tmp_path, layout, timeout=200, **kwargs)
+    results = run_ranks(train, layout.tp_size * dp_size, stories, tmp_path, layout, timeout=200, **kwargs)
     assert len(expected[0]) >= 6
-    for log, predictions, test_loss, _ in found:
+    for log, predictions, test_loss, _ in results:
         assert len(log) == len(expected[0])
         for entry, reference in zip(log, expected[0], strict=True):
             assert entry == pytest.approx(reference, rel=tolerance)
@@ -93,7 +93,7 @@ def compare(stories, tmp_path, layout=TP2_SP, tolerance=2e-5, **kwargs):
         assert test_loss == pytest.approx(expected[2], rel=tolerance)
     for name, weight in expected[3].items():
         torch.testing.assert_close(
-            found[0][3][name], weight, rtol=0, atol=3e-4, msg=lambda m, name=name: f"{name}: {m}"
+            results[0][3][name], weight, rtol=0, atol=3e-4, msg=lambda m, name=name: f"{name}: {m}"
         )
 
 
@@ -115,8 +115,8 @@ def test_data_parallel(stories, tmp_path, layout):
     compare(stories, tmp_path, layout)
 
 
-def test_own_compute_loss_and_steps_that_are_not_logged(stories, tmp_path):
-    """The last batch of an epoch is not full, and the mean over the training has steps since the last log."""
+def test_custom_compute_loss_with_unlogged_steps(stories, tmp_path):
+    """The last batch of an epoch is not full, and the mean training loss includes steps after the last log."""
     compare(stories, tmp_path, MegatronConfig(dp_size=2), kind=OwnLoss, logging_steps=4, eval_steps=1)
 
 
@@ -166,12 +166,12 @@ def test_load_best_model_at_end(stories, tmp_path):
         save_steps=2,
         save_only_model=True,
         load_best_model_at_end=True,
-        # Never greater than the first time: the first checkpoint stays the best and is read back.
+        # This metric is constant: the first checkpoint stays the best and is loaded at the end.
         metric_for_best_model="samples",
     )
 
 
-def test_other_engines_and_full_model_compile_are_refused_by_name(stories, tmp_path):
+def test_fsdp_deepspeed_and_torch_compile_are_rejected(stories, tmp_path):
     from hf_megatron import UnsupportedError
 
     def build():

@@ -1,4 +1,4 @@
-"""Data whose rows do not fill the last batch of all ranks: logged numbers, and losses that would count rows twice."""
+"""Tests of data that does not fill the last global batch: logs, and losses that would count samples twice."""
 
 import pytest
 import torch
@@ -18,23 +18,24 @@ from tests.integration.integrations.trl.test_base import DEFAULTS, UNEQUAL, full
 from tests.integration.integrations.trl.test_losses import conversations, tokenizer, unpaired
 
 [DP2] = parse_layouts("dp2")
-# Batches of four rows, of both ranks together in the second case.
+# Global batches of four samples, in a single process and on two ranks.
 PLAIN = DEFAULTS | {"eval_strategy": "no", "gradient_accumulation_steps": 1}
 
 
-def sizes(config):
+def make_batch_size_args(config):
     return {"per_device_train_batch_size": 4 if config is None else 2}
 
 
 @pytest.mark.parametrize(("count", "each"), [(6, 2), (11, 3), (9, 1)])
-def test_numbers_of_batches_that_are_read_ahead(stories, tmp_path, count, each):
-    """Trainer reads all batches of a step before the first forward: only the last of them has repeated rows."""
+def test_logs_with_prefetched_batches(stories, tmp_path, count, each):
+    """Trainer reads all batches of a step before the first forward; only the last has repeated samples."""
 
     def train(path, output, config):
         trainer = SFTTrainer(
             model=policy(path, config, SFTTrainer),
             args=SFTConfig(
-                str(output), **PLAIN | sizes(config) | {"gradient_accumulation_steps": each, "max_steps": 3}
+                str(output),
+                **PLAIN | make_batch_size_args(config) | {"gradient_accumulation_steps": each, "max_steps": 3},
             ),
             train_dataset=Dataset.from_list(texts(count)),
         )
@@ -64,34 +65,41 @@ PAIRED |= {
 
 
 @pytest.mark.parametrize("trainer_class", PAIRED)
-def test_preferences_are_refused_before_the_first_step(stories, tmp_path, trainer_class):
+def test_uneven_preferences_are_rejected_before_training(stories, tmp_path, trainer_class):
     config_class, samples = PAIRED[trainer_class]
-    # The classes that TRL calls experimental make no tokenizer of the model's.
-    given = {} if trainer_class.__module__.startswith("trl.trainer.") else {"processing_class": tokenizer(stories, DP2)}
+    # Experimental TRL trainers do not load the model's tokenizer.
+    tokenizer_args = (
+        {} if trainer_class.__module__.startswith("trl.trainer.") else {"processing_class": tokenizer(stories, DP2)}
+    )
 
     def on_rank():
-        def trainer(**changes):
-            arguments = config_class(str(tmp_path), **PLAIN | sizes(DP2) | changes)
+        def make_trainer(**changes):
+            arguments = config_class(str(tmp_path), **PLAIN | make_batch_size_args(DP2) | changes)
             rows = Dataset.from_list(samples(6))
-            return trainer_class(policy(stories, DP2, trainer_class), args=arguments, train_dataset=rows, **given)
+            return trainer_class(
+                policy(stories, DP2, trainer_class), args=arguments, train_dataset=rows, **tokenizer_args
+            )
 
-        refused = trainer()
+        uneven = make_trainer()
         with pytest.raises(UnsupportedError, match=f"{trainer_class.__name__} on {REFUSED}"):
-            refused.train()
-        assert refused.state.global_step == 0
-        # What does not come to these rows trains.
-        return [trainer(max_steps=1).train().global_step, trainer(dataloader_drop_last=True).train().global_step]
+            uneven.train()
+        assert uneven.state.global_step == 0
+        # Runs that do not reach the partial batch train.
+        return [
+            make_trainer(max_steps=1).train().global_step,
+            make_trainer(dataloader_drop_last=True).train().global_step,
+        ]
 
     assert run_ranks(on_rank, 2) == [[1, 4], [1, 4]]
 
 
 @pytest.mark.parametrize("trainer_class", [DPOTrainer, RewardTrainer, KTOTrainer])
-def test_evaluation_counts_no_row_twice(stories, tmp_path, trainer_class):
+def test_evaluation_counts_no_sample_twice(stories, tmp_path, trainer_class):
     config_class, samples = PAIRED[trainer_class]
 
     def evaluate(path, output, config):
         changes = {"per_device_eval_batch_size": 6 if config is None else 2}
-        arguments = config_class(str(output), **PLAIN | sizes(config) | changes)
+        arguments = config_class(str(output), **PLAIN | make_batch_size_args(config) | changes)
         rows = Dataset.from_list(samples(4))
         trainer = trainer_class(
             policy(path, config, trainer_class),
@@ -101,7 +109,7 @@ def test_evaluation_counts_no_row_twice(stories, tmp_path, trainer_class):
         )
         if config is None:
             return trainer.evaluate()["eval_first_loss"]
-        # Two times two rows do not divide six.
+        # Global batches of 2 x 2 samples do not divide six.
         with pytest.raises(
             UnsupportedError, match=f"{trainer_class.__name__} on 2 data-parallel .* 2 batches of 4 samples has 2"
         ):
@@ -121,7 +129,7 @@ def test_evaluation_counts_no_row_twice(stories, tmp_path, trainer_class):
 
 
 @pytest.mark.parametrize("are_counted", [False, True])
-def test_distillation_counts_no_target_of_padded_samples(stories, tmp_path, monkeypatch, are_counted):
+def test_distillation_ignores_repeated_samples(stories, tmp_path, monkeypatch, are_counted):
     if are_counted:
         monkeypatch.setattr(padded_batches, "_mask_targets_after", lambda inputs, count: inputs)
 
@@ -129,7 +137,9 @@ def test_distillation_counts_no_target_of_padded_samples(stories, tmp_path, monk
         trainer = GKDTrainer(
             model=policy(path, config, GKDTrainer),
             teacher_model=full_reference(path, config),
-            args=GKDConfig(str(output), **PLAIN | sizes(config) | {"lmbda": 0.0, "max_length": 64, "max_steps": 3}),
+            args=GKDConfig(
+                str(output), **PLAIN | make_batch_size_args(config) | {"lmbda": 0.0, "max_length": 64, "max_steps": 3}
+            ),
             processing_class=tokenizer(path, config),
             train_dataset=Dataset.from_list(conversations(6)),
         )
@@ -150,19 +160,19 @@ class Weighted(Trainer):
 
 
 @pytest.mark.parametrize("is_stream", [False, True])
-def test_a_loss_of_ones_own_over_classes_is_refused(tmp_path, is_stream):
-    sizes_of = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2}
-    config = LlamaConfig(vocab_size=64, num_labels=3, pad_token_id=0, **sizes_of)
+def test_custom_classification_loss_is_rejected(tmp_path, is_stream):
+    model_sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = LlamaConfig(vocab_size=64, num_labels=3, pad_token_id=0, **model_sizes)
     AutoModelForSequenceClassification.from_config(config).save_pretrained(tmp_path / "model")
 
     def on_rank():
         rows = Dataset.from_list([{"input_ids": list(range(i + 3, i + 9)), "labels": i % 3} for i in range(6)])
         model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "model", megatron_config=DP2)
-        arguments = TrainingArguments(str(tmp_path), **{**PLAIN, **sizes(DP2), "max_steps": 3})
+        arguments = TrainingArguments(str(tmp_path), **{**PLAIN, **make_batch_size_args(DP2), "max_steps": 3})
         trainer = Weighted(model, arguments, train_dataset=rows.to_iterable_dataset() if is_stream else rows)
         with pytest.raises(UnsupportedError, match=f"Weighted on {REFUSED}"):
             trainer.train()
-        # A stream's end is not known before.
+        # The end of a stream is not known in advance.
         return trainer.state.global_step
 
     assert run_ranks(on_rank, 2) == [1 if is_stream else 0] * 2

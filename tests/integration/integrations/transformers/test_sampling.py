@@ -1,4 +1,4 @@
-"""`generate(do_sample=True)` after a seed: the tokens of one process, call by call, and its random state afterwards."""
+"""Tests that seeded `generate(do_sample=True)` calls match a single process in tokens and in the final RNG state."""
 
 import pytest
 import torch
@@ -25,13 +25,13 @@ WAYS = {
 }
 
 
-def inputs(stories):
+def tokenize_prompts(stories):
     tokenizer = AutoTokenizer.from_pretrained(stories, padding_side="left")
     tokenizer.pad_token = tokenizer.eos_token
     return tokenizer(["Once upon a time", "Lily and Tom went to the big park. They"], return_tensors="pt", padding=True)
 
 
-def assistant_of(stories):
+def make_assistant(stories):
     model = AutoModelForCausalLM.from_pretrained(stories)
     torch.manual_seed(1)
     with torch.no_grad():
@@ -41,18 +41,18 @@ def assistant_of(stories):
 
 
 def sample(stories, config):
-    """Three calls after one seed in every way, and the random state that each way leaves."""
+    """Returns the tokens of three calls after one seed and the resulting RNG state, for each way of sampling."""
     model = AutoModelForCausalLM.from_pretrained(stories, megatron_config=config)
-    prompt, assistant = inputs(stories), assistant_of(stories)
-    one_row = {name: value[1:] for name, value in prompt.items()}
-    found = {}
+    prompt, assistant = tokenize_prompts(stories), make_assistant(stories)
+    one_prompt = {name: value[1:] for name, value in prompt.items()}
+    outputs = {}
     for way, kwargs in (WAYS | {"assistant": {"assistant_model": assistant}}).items():
-        # The first rank's seed counts.
+        # Only the seed of rank 0 takes effect.
         set_seed(11 + (dist.get_rank() if dist.is_initialized() else 0))
-        kwargs = (one_row if way == "assistant" else prompt) | kwargs
+        kwargs = (one_prompt if way == "assistant" else prompt) | kwargs
         calls = [model.generate(**kwargs, max_new_tokens=8, do_sample=True) for _ in range(3)]
-        found[way] = [*calls, torch.get_rng_state()]
-    return found
+        outputs[way] = [*calls, torch.get_rng_state()]
+    return outputs
 
 
 @pytest.fixture(scope="module")
@@ -61,22 +61,22 @@ def one_process(stories):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_tokens_of_one_process(stories, one_process, layout):
+def test_sampled_tokens_match_single_process(stories, one_process, layout):
     assert not torch.equal(*one_process["plain"][:2])
-    for found in run_ranks(sample, count_ranks(LAYOUTS[layout]), stories, LAYOUTS[layout]):
+    for outputs in run_ranks(sample, count_ranks(LAYOUTS[layout]), stories, LAYOUTS[layout]):
         for way, expected in one_process.items():
-            assert all(map(torch.equal, found[way], expected)), way
+            assert all(map(torch.equal, outputs[way], expected)), way
 
 
-def test_ranks_with_other_prompts_draw_for_themselves(stories):
-    """On dp ranks a seed counts as in as many processes: each has its own batch and its own random state."""
+def test_dp_ranks_sample_independently(stories):
+    """Data-parallel ranks keep their own batch, seed and RNG state, as separate processes do."""
 
     def on_rank(config=None, rank=None):
         rank = dist.get_rank() if rank is None else rank
         model = AutoModelForCausalLM.from_pretrained(stories, megatron_config=config)
         set_seed(11 + rank)
-        prompt = {name: value[rank : rank + 1] for name, value in inputs(stories).items()}
+        prompt = {name: value[rank : rank + 1] for name, value in tokenize_prompts(stories).items()}
         return model.generate(**prompt, max_new_tokens=8, do_sample=True)
 
-    for rank, found in enumerate(run_ranks(on_rank, 2, ConfigUnderTest(dp_size=2))):
-        assert torch.equal(found, on_rank(rank=rank))
+    for rank, tokens in enumerate(run_ranks(on_rank, 2, ConfigUnderTest(dp_size=2))):
+        assert torch.equal(tokens, on_rank(rank=rank))

@@ -1,4 +1,4 @@
-"""Weights in and out: slices read, merged files written, and everything that must raise instead of going on."""
+"""Tests of loading weights by slices, saving merged files, and the errors raised for invalid inputs."""
 
 import json
 import logging
@@ -49,7 +49,7 @@ def test_merged_save_is_bit_equal(stories, tmp_path, config):
     assert LlamaForCausalLM.from_pretrained(tmp_path).num_parameters() == 260_032
 
 
-def test_a_weight_of_another_shape_is_named(stories, tmp_path):
+def test_error_names_misshaped_weight(stories, tmp_path):
     folder = tmp_path / "mis-shaped"
     shutil.copytree(stories, folder)
     weights = load_file(folder / "model.safetensors")
@@ -63,9 +63,9 @@ def test_a_weight_of_another_shape_is_named(stories, tmp_path):
     run_ranks(on_rank, 2)
 
 
-def _save_with_a_shared_mlp(source, target, config):
+def _save_with_shared_mlp(source, target, config):
     model = AutoModelForCausalLM.from_pretrained(source, megatron_config=config)
-    # Of the last stage, on a pipeline.
+    # On a pipeline, layers of the last stage.
     first, second = [layer for layer in model.model.layers if isinstance(layer, torch.nn.Module)][-2:]
     second.mlp.up_proj.weight = first.mlp.up_proj.weight
     with pytest.raises(CheckpointError, match=r"mlp\.up_proj\.weight share one weight, but LlamaForCausalLM does not"):
@@ -74,35 +74,35 @@ def _save_with_a_shared_mlp(source, target, config):
 
 
 @pytest.mark.parametrize("config", [TP2, MegatronConfig(dp_size=2, zero_stage=1)], ids=MegatronConfig.layout)
-def test_weights_that_the_user_shared_are_not_dropped(stories, tmp_path, config):
-    """Read from files without them, stock would draw them anew, and refuses to save as well."""
+def test_save_rejects_user_shared_weights(stories, tmp_path, config):
+    """Stock transformers also refuses to save them: a reload would initialize the missing weight randomly."""
     stock = AutoModelForCausalLM.from_pretrained(stories)
     stock.model.layers[1].mlp.up_proj.weight = stock.model.layers[0].mlp.up_proj.weight
     with pytest.raises(RuntimeError, match="shared tensors"):
         stock.save_pretrained(tmp_path / "stock")
-    assert all(run_ranks(_save_with_a_shared_mlp, 2, stories, tmp_path / "ours", config))
+    assert all(run_ranks(_save_with_shared_mlp, 2, stories, tmp_path / "ours", config))
 
 
-def shards_after_truncation(path):
-    """The shards of a model whose file was cut to nothing after it was loaded: a mapping would raise SIGBUS."""
+def sum_shards_after_truncation(path):
+    """Returns sum and offset of each local shard after truncating the loaded file: a memory map would raise SIGBUS."""
     model = AutoModelForCausalLM.from_pretrained(path, megatron_config=TP2)
     torch.distributed.barrier()
     os.truncate(path / "model.safetensors", 0)
     return {name: (p.to_local().sum().item(), p.to_local().storage_offset()) for name, p in model.named_parameters()}
 
 
-def test_a_loaded_model_does_not_depend_on_its_file(tmp_path):
+def test_loaded_model_does_not_map_its_file(tmp_path):
     config = LlamaConfig(hidden_size=1024, intermediate_size=2048, num_hidden_layers=1, vocab_size=1024)
     LlamaForCausalLM(config).save_pretrained(tmp_path)
     totals = {name: tensor.double().sum().item() for name, tensor in load_file(tmp_path / "model.safetensors").items()}
-    ranks = run_ranks(shards_after_truncation, 2, tmp_path)
+    ranks = run_ranks(sum_shards_after_truncation, 2, tmp_path)
     for name in ("model.layers.0.self_attn.q_proj.weight", "model.layers.0.mlp.down_proj.weight"):
         sums, offsets = zip(*(rank[name] for rank in ranks), strict=True)
         assert sum(sums) == pytest.approx(totals[name], rel=1e-3, abs=1e-2)
         assert offsets == (0, 0)
 
 
-def test_merged_save_in_several_files_replaces_an_earlier_one(stories, tmp_path):
+def test_multi_file_merged_save_replaces_earlier_save(stories, tmp_path):
     run_ranks(save, 2, stories, tmp_path, TP2, max_shard_size="300KB")
     index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
     assert len(set(index["weight_map"].values())) > 2
@@ -110,7 +110,7 @@ def test_merged_save_in_several_files_replaces_an_earlier_one(stories, tmp_path)
     original = AutoModelForCausalLM.from_pretrained(stories).state_dict()
     assert not info["missing_keys"]
     assert all(torch.equal(tensor, original[name]) for name, tensor in model.state_dict().items())
-    # and a sharded folder is read by slices
+    # A folder of several files is also read by slices.
     run_ranks(save, 2, tmp_path, tmp_path / "again", TP2)
     again = load_file(tmp_path / "again" / "model.safetensors")
     assert again.keys() == original.keys() - {"lm_head.weight"}
@@ -120,8 +120,8 @@ def test_merged_save_in_several_files_replaces_an_earlier_one(stories, tmp_path)
 
 
 @pytest.mark.parametrize("model_type", ["mixtral", "gpt_neox", "phi3", "deepseek_v3"])
-def test_conversions_are_reverted_bit_equal(tmp_path, model_type):
-    """Fused experts become per-expert weights again."""
+def test_weight_conversions_are_reverted_on_save(tmp_path, model_type):
+    """Fused experts are saved as per-expert weights."""
     tiny_model = make_tiny_model(CONFIG_MAPPING[model_type]())
     run_ranks(save, 2, tiny_model.directory, tmp_path, TP2)
     saved, original = load_file(tmp_path / "model.safetensors"), load_file(tiny_model.directory / "model.safetensors")
@@ -129,7 +129,7 @@ def test_conversions_are_reverted_bit_equal(tmp_path, model_type):
     assert all(torch.equal(saved[name], original[name]) for name in original)
 
 
-def test_auto_class_concrete_class_dict_and_yaml(stories, tmp_path):
+def test_from_pretrained_accepts_config_dict_and_yaml(stories, tmp_path):
     file = tmp_path / "megatron.yaml"
     file.write_text("tp_size: 2\n")
 
@@ -145,7 +145,7 @@ def test_auto_class_concrete_class_dict_and_yaml(stories, tmp_path):
         assert set(unsharded) == {260_032}
 
 
-def test_bin_files_and_unsafe_pickles(stories, tmp_path):
+def test_bin_files_load_and_unsafe_pickles_raise(stories, tmp_path):
     model = AutoModelForCausalLM.from_pretrained(stories)
     shutil.copy(stories / "config.json", tmp_path)
     weights = {name: tensor for name, tensor in model.state_dict().items() if name != "lm_head.weight"}
@@ -163,7 +163,7 @@ def test_bin_files_and_unsafe_pickles(stories, tmp_path):
         run_ranks(save, 2, tmp_path, tmp_path / "out2", TP2)
     assert not (tmp_path / "executed").exists()
 
-    # Each value holds the one before twice.
+    # Each value holds the previous one twice: a naive walk takes exponential time.
     pile: list = []
     for _ in range(64):
         pile = [pile, pile]
@@ -172,7 +172,7 @@ def test_bin_files_and_unsafe_pickles(stories, tmp_path):
         run_ranks(save, 2, tmp_path, tmp_path / "out3", TP2)
 
 
-def broken(stories, target, change):
+def corrupt_copy(stories, target, change):
     shutil.copytree(stories, target)
     weights = load_file(target / "model.safetensors")
     change(weights)
@@ -187,8 +187,8 @@ def broken(stories, target, change):
         (lambda w: w.update(surplus=torch.zeros(3)), ["1 unexpected", "surplus"]),
     ],
 )
-def test_weights_that_do_not_match_raise(stories, tmp_path, change, words):
-    path = broken(stories, tmp_path / "broken", change)
+def test_missing_or_unexpected_weights_raise(stories, tmp_path, change, words):
+    path = corrupt_copy(stories, tmp_path / "corrupt_copy", change)
 
     def load():
         with pytest.raises(CheckpointError) as error:
@@ -200,8 +200,10 @@ def test_weights_that_do_not_match_raise(stories, tmp_path, change, words):
 
 
 def test_mis_shaped_weights_raise(stories, tmp_path):
-    path = broken(
-        stories, tmp_path / "broken", lambda w: w.update({"model.layers.0.mlp.up_proj.weight": torch.zeros(100, 64)})
+    path = corrupt_copy(
+        stories,
+        tmp_path / "corrupt_copy",
+        lambda w: w.update({"model.layers.0.mlp.up_proj.weight": torch.zeros(100, 64)}),
     )
 
     def load():
@@ -214,7 +216,7 @@ def test_mis_shaped_weights_raise(stories, tmp_path):
 
 
 @pytest.mark.parametrize("shard", ["../outside.safetensors", "/etc/outside.safetensors"])
-def test_an_index_that_leaves_the_directory_is_refused(stories, tmp_path, shard):
+def test_index_outside_the_directory_is_rejected(stories, tmp_path, shard):
     shutil.copy(stories / "config.json", tmp_path)
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"model.norm.weight": shard}}))
 
@@ -230,7 +232,7 @@ def test_an_index_that_leaves_the_directory_is_refused(stories, tmp_path, shard)
     [{"device_map": "auto"}, {"tp_plan": "auto"}, {"quantization_config": {"quant_method": "x"}}, {"tp_size": 2}],
     ids=lambda kwargs: next(iter(kwargs)),
 )
-def test_other_layouts_with_ours_are_refused_by_name(stories, kwargs):
+def test_other_parallelism_arguments_are_rejected(stories, kwargs):
     def load():
         with pytest.raises((UnsupportedError, ConfigError), match=next(iter(kwargs))):
             AutoModelForCausalLM.from_pretrained(stories, megatron_config=TP2, **kwargs)
@@ -238,7 +240,7 @@ def test_other_layouts_with_ours_are_refused_by_name(stories, kwargs):
     run_ranks(load, 2)
 
 
-def test_distributed_config_with_ours_is_refused(stories):
+def test_distributed_config_is_rejected(stories):
     from transformers.distributed import DistributedConfig
 
     def load():
@@ -250,7 +252,7 @@ def test_distributed_config_with_ours_is_refused(stories):
     run_ranks(load, 2)
 
 
-def test_ranks_with_different_configurations_see_which_field(stories):
+def test_error_names_config_field_that_differs_by_rank(stories):
     import torch.distributed as dist
 
     def load():
@@ -262,20 +264,20 @@ def test_ranks_with_different_configurations_see_which_field(stories):
     run_ranks(load, 2)
 
 
-def from_scratch(config, layout):
+def init_full_state_dict(config, layout):
     model = AutoModelForCausalLM.from_config(config, megatron_config=layout)
     assert model.training
     return full_state_dict(model)
 
 
 @pytest.mark.parametrize("model_type", ["llama", "qwen3_moe"])
-def test_from_scratch_weights_do_not_depend_on_the_layout(model_type):
+def test_initial_weights_are_layout_independent(model_type):
     from hf_megatron.testing.tiny_config import tiny_config
 
     config = tiny_config(CONFIG_MAPPING[model_type]())
-    two = run_ranks(from_scratch, 2, config, MegatronConfig(tp_size=2))[0]
-    four = run_ranks(from_scratch, 4, config, MegatronConfig(tp_size=4))[0]
-    other = run_ranks(from_scratch, 2, config, MegatronConfig(tp_size=2, seed=1))[0]
+    two = run_ranks(init_full_state_dict, 2, config, MegatronConfig(tp_size=2))[0]
+    four = run_ranks(init_full_state_dict, 4, config, MegatronConfig(tp_size=4))[0]
+    other = run_ranks(init_full_state_dict, 2, config, MegatronConfig(tp_size=2, seed=1))[0]
     stock = AutoModelForCausalLM.from_config(config).state_dict()
     assert two.keys() == stock.keys()
     for name, tensor in stock.items():
@@ -291,8 +293,8 @@ def test_from_scratch_weights_do_not_depend_on_the_layout(model_type):
             shapes.setdefault(tensor.shape, []).append(tensor)
 
 
-def _with_new_head(path, layout, seed=3):
-    # Only rank 0 has the user's seed.
+def _load_with_new_head(path, layout, seed=3):
+    # Only rank 0 uses the user's seed.
     torch.manual_seed(seed + dist.get_rank())
     model = AutoModelForSequenceClassification.from_pretrained(path, num_labels=3, megatron_config=layout)
     drawn = full_state_dict(model).get("score.weight") if layout is not None else model.score.weight.detach()
@@ -300,17 +302,17 @@ def _with_new_head(path, layout, seed=3):
 
 
 @pytest.mark.parametrize("layout", [TP2, MegatronConfig(pp_size=2, allow_unverified=True)], ids=MegatronConfig.layout)
-def test_a_new_classification_head_is_that_of_one_process(stories, layout, monkeypatch):
+def test_new_classification_head_matches_single_process(stories, layout, monkeypatch):
     import hf_megatron.parallelize as integration
 
     monkeypatch.setattr(integration, "require_verified", lambda *_: None)
-    [(head, following)] = run_ranks(_with_new_head, 1, stories, None)
-    results = run_ranks(_with_new_head, 2, stories, layout)
+    [(head, following)] = run_ranks(_load_with_new_head, 1, stories, None)
+    results = run_ranks(_load_with_new_head, 2, stories, layout)
     assert head.std() > 0 and torch.equal(results[0][0], head)
     assert all(torch.equal(other, following) for _, other in results), "torch's generator stands where stock's does"
 
 
-def _with_another_head(path, layout, seed=3):
+def _load_with_replaced_head(path, layout, seed=3):
     torch.manual_seed(seed + dist.get_rank())
     reports = []
     monkeypatch = pytest.MonkeyPatch()
@@ -324,43 +326,45 @@ def _with_another_head(path, layout, seed=3):
 
 
 @pytest.mark.parametrize("layout", [TP2, MegatronConfig(dp_size=2, zero_stage=3)], ids=MegatronConfig.layout)
-def test_a_head_in_the_place_of_another_is_that_of_one_process(tmp_path, layout, monkeypatch):
-    """The checkpoint of a masked language model has its head and no pooler."""
+def test_replaced_head_matches_single_process(tmp_path, layout, monkeypatch):
+    """The checkpoint of a masked language model has the MLM head and no pooler."""
     import hf_megatron.parallelize as integration
 
     monkeypatch.setattr(integration, "require_verified", lambda *_: None)
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
     BertForMaskedLM(BertConfig(vocab_size=64, **sizes)).save_pretrained(tmp_path)
-    [(expected, following)] = run_ranks(_with_another_head, 1, tmp_path, None)
+    [(expected, following)] = run_ranks(_load_with_replaced_head, 1, tmp_path, None)
     assert len(expected) == 4
-    results = run_ranks(_with_another_head, 2, tmp_path, layout)
+    results = run_ranks(_load_with_replaced_head, 2, tmp_path, layout)
     assert results[0][0].keys() == expected.keys()
     assert all(torch.equal(results[0][0][name], weight) for name, weight in expected.items())
     assert all(torch.equal(other, following) for _, other in results), "torch's generator stands where stock's does"
 
 
-def test_a_pretraining_checkpoint_has_a_pooler_and_a_head_that_others_leave_out(tmp_path, monkeypatch):
-    """As google-bert's: for masked language models a second head is surplus, for two others the pooler is."""
+def test_pretraining_checkpoint_has_unused_head_and_pooler(tmp_path, monkeypatch):
+    """As in google-bert checkpoints: the masked language model ignores the second head, the others the pooler."""
     import hf_megatron.parallelize as integration
 
     monkeypatch.setattr(integration, "require_verified", lambda *_: None)
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
     BertForPreTraining(BertConfig(vocab_size=64, **sizes)).save_pretrained(tmp_path / "whole")
-    part = broken(tmp_path / "whole", tmp_path / "part", lambda w: w.update({"cls.predictions.more": torch.zeros(3)}))
+    with_surplus = corrupt_copy(
+        tmp_path / "whole", tmp_path / "part", lambda w: w.update({"cls.predictions.more": torch.zeros(3)})
+    )
 
     def load():
         for kind in (BertForMaskedLM, BertForTokenClassification, BertForQuestionAnswering):
             model = kind.from_pretrained(tmp_path / "whole", megatron_config=TP2)
             weights, stock = full_state_dict(model), kind.from_pretrained(tmp_path / "whole").state_dict()
-            kept = {name for name in stock if name.startswith(("bert.", "cls."))}
-            assert all(torch.equal(weights[name], stock[name]) for name in kept & weights.keys())
+            shared_names = {name for name in stock if name.startswith(("bert.", "cls."))}
+            assert all(torch.equal(weights[name], stock[name]) for name in shared_names & weights.keys())
         with pytest.raises(CheckpointError, match="1 unexpected .cls.predictions.more"):
-            BertForMaskedLM.from_pretrained(part, megatron_config=TP2)
+            BertForMaskedLM.from_pretrained(with_surplus, megatron_config=TP2)
 
     run_ranks(load, 2)
 
 
-def test_part_of_a_head_and_a_language_model_without_one_stay_errors(stories, tmp_path):
+def test_missing_base_weight_or_lm_head_raises(stories, tmp_path):
     model = AutoModelForSequenceClassification.from_pretrained(stories, num_labels=3)
     base = {
         name: tensor for name, tensor in model.state_dict().items() if not name.endswith("layers.0.mlp.up_proj.weight")
@@ -385,8 +389,8 @@ def _anonymous_bytes():
     return psutil.Process().memory_full_info().uss
 
 
-def test_memory_of_loading(tmp_path):
-    """Anonymous memory above the imports: the shard + the largest tensor + 100 MiB, also after touching all."""
+def test_loading_memory(tmp_path):
+    """Loading adds at most the local shard, the largest tensor and 100 MiB, even after all parameters are written."""
     config = LlamaConfig(
         hidden_size=1024,
         intermediate_size=2816,
@@ -412,7 +416,7 @@ def test_memory_of_loading(tmp_path):
         assert used < limit, f"{used / 2**20:.0f} MiB of at most {limit / 2**20:.0f}"
 
 
-def test_tokenizer_goes_with_the_model(stories, tmp_path):
+def test_tokenizer_is_saved_with_the_model(stories, tmp_path):
     from transformers import AutoTokenizer, Trainer, TrainingArguments
 
     def on_rank():
@@ -425,7 +429,7 @@ def test_tokenizer_goes_with_the_model(stories, tmp_path):
     assert AutoConfig.from_pretrained(tmp_path).num_hidden_layers == 5
 
 
-def test_a_file_that_was_cut_off_is_named(tiny, tmp_path):
+def test_error_names_truncated_file(tiny, tmp_path):
     shutil.copytree(tiny, tmp_path / "cut")
     file = tmp_path / "cut" / "model.safetensors"
     file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])

@@ -1,4 +1,4 @@
-"""Weights whose files hold dims or rows in other places than memory does: read whole, cut afterwards, written back."""
+"""Tests of checkpoints whose layout differs from memory: read in full, converted, then sharded, and saved back."""
 
 import pytest
 import torch
@@ -17,23 +17,25 @@ TASKS = {
     # One fused projection in files, several in memory.
     "hrm_text": "causal",
     "nomic_bert": "masked",
-    # Rows of gate and up in turns in files.
+    # Rows of gate and up are interleaved in files.
     "inkling2_text": "causal",
-    # Gate and up of all experts in files, one after the other in memory.
+    # Gate and up weights (stacked over experts) are separate in files and concatenated in memory.
     "step3p7": "image",
 }
 
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory):
-    """Checkpoints by name, each with what one process saves of it."""
+    """Maps names to checkpoints: model class, source folder, and the weights that a single process saves."""
     return {
-        **{name: _saved_by_one_process(name, tmp_path_factory.mktemp(name)) for name in TASKS},
-        "transposed": _saved_by_one_process("qwen3_vl_moe", tmp_path_factory.mktemp("transposed"), _transpose_experts),
+        **{name: _save_with_single_process(name, tmp_path_factory.mktemp(name)) for name in TASKS},
+        "transposed": _save_with_single_process(
+            "qwen3_vl_moe", tmp_path_factory.mktemp("transposed"), _transpose_experts
+        ),
     }
 
 
-def _saved_by_one_process(model_type, folder, change=None):
+def _save_with_single_process(model_type, folder, change=None):
     tiny_model = make_tiny_model(CONFIG_MAPPING[model_type](), task=TASKS[model_type])
     cls, source = getattr(transformers, tiny_model.class_name), folder / "source"
     cls.from_pretrained(tiny_model.directory).save_pretrained(source)
@@ -57,7 +59,7 @@ def _save(cls, source, target, config):
     cls.from_pretrained(source, megatron_config=ConfigUnderTest(**config.to_dict())).save_pretrained(target)
 
 
-def saves_the_same(found, target, text):
+def matches_single_process_save(found, target, text):
     cls, source, unsharded = found
     [config] = parse_layouts(text)
     run_ranks(_save, config.ranks_per_replica * (config.dp_size or 1), cls, source, target, config)
@@ -80,10 +82,10 @@ def saves_the_same(found, target, text):
         ("step3p7", "tp2"),
     ],
 )
-def test_written_as_one_process_writes(files, tmp_path, name, text):
-    assert saves_the_same(files[name], tmp_path, text)
+def test_saved_files_match_single_process(files, tmp_path, name, text):
+    assert matches_single_process_save(files[name], tmp_path, text)
 
 
-def test_parts_that_are_cut_before_they_are_rearranged_are_found(files, tmp_path, monkeypatch):
+def test_sharding_before_conversion_is_detected(files, tmp_path, monkeypatch):
     monkeypatch.setattr("hf_megatron.integrations.transformers.loading.read_full", lambda model, state: None)
-    assert not saves_the_same(files["hrm_text"], tmp_path, "tp2")
+    assert not matches_single_process_save(files["hrm_text"], tmp_path, "tp2")

@@ -1,4 +1,4 @@
-"""TRL's stock trainers on every axis against the same trainer in one process, and losses of one's own."""
+"""Tests of TRL's stock trainers on all parallel axes, and of custom losses, against a single process."""
 
 import functools
 import warnings
@@ -61,16 +61,16 @@ DEFAULTS = {
 QUIET = {"report_to": [], "use_cpu": True, "bf16": False, "disable_tqdm": True, "save_strategy": "no"}
 ANIMALS, PLACES = ("cat", "dog", "bird", "big bear", "frog"), ("park", "old house", "garden", "wood by the sea")
 CONFIGS = {SFTTrainer: SFTConfig, DPOTrainer: DPOConfig, RewardTrainer: RewardConfig}
-# What is made of the model's path and its layout.
+# Options that are called with the model's path and its layout.
 MADE = ("ref_model", "teacher_model", "processing_class", "peft_config")
 GIVEN = ("compute_metrics", "compute_loss_func", "reward_funcs")
 UNEQUAL = ("runtime", "per_second", "flos")
-# TRL 1.14 asks for sums of a batch in SFTTrainer, and for logits elsewhere.
+# TRL 1.14 reads sums over a batch in SFTTrainer, and logits in other trainers, instead of token scores.
 ASKS_FOR_SCORES = not is_for_other_version("trl.trainer.sft_trainer:add_fused_lm_head")
 
 
 def layout(text):
-    """Of what `parse_layouts` reads, and the name of a pipeline schedule behind it: "pp2 zbv"."""
+    """Parses a layout, optionally followed by the name of a pipeline schedule: "pp2 zbv"."""
     text, _, schedule = text.partition(" ")
     [config] = parse_layouts(text)
     fields = config.to_dict()
@@ -81,14 +81,14 @@ def layout(text):
 
 
 def preferences(count, seed=0):
-    """Prompts with a better and a worse end, of unequal lengths."""
-    found = []
+    """Returns prompts with a chosen and a rejected completion, of unequal lengths."""
+    pairs = []
     for number in range(seed, seed + count):
         animal, place = ANIMALS[number % 5], PLACES[number % 4]
         chosen = f" It was happy and ran to the {PLACES[(number + 1) % 4]}." + " They played." * (number % 3)
         prompt = f"Once upon a time a {animal} lived in the {place}."
-        found.append({"prompt": prompt, "chosen": chosen, "rejected": f" The {animal} {place} {place}."})
-    return found
+        pairs.append({"prompt": prompt, "chosen": chosen, "rejected": f" The {animal} {place} {place}."})
+    return pairs
 
 
 def completions(count, seed=0):
@@ -99,7 +99,7 @@ def texts(count, seed=0):
     return [{"text": row["prompt"] + row["chosen"]} for row in preferences(count, seed)]
 
 
-def on_disk(dataset, directory):
+def save_and_reload(dataset, directory):
     if dist.get_rank() == 0:
         dataset.save_to_disk(directory)
     dist.barrier()
@@ -109,13 +109,13 @@ def on_disk(dataset, directory):
 def policy(path, config, trainer_class):
     if trainer_class is not RewardTrainer:
         return AutoModelForCausalLM.from_pretrained(path, megatron_config=config)
-    # A new head, drawn alike on every layout.
+    # A new head, initialized identically on every layout.
     torch.manual_seed(7)
     return AutoModelForSequenceClassification.from_pretrained(path, num_labels=1, megatron_config=config)
 
 
 class StopsAt(TrainerCallback):
-    """Ends a run after a step, as a kill behind its checkpoint does."""
+    """Stops a run after a step, as a kill after its checkpoint does."""
 
     def __init__(self, step):
         self.step = step
@@ -127,7 +127,7 @@ class StopsAt(TrainerCallback):
 def train(
     path, output, config, trainer_class, samples, prepare=None, by_name=False, stop_at=None, resume=None, **kwargs
 ):
-    """Everything the trainer logs, the trained weights, and the most numbers one broadcast over stages had."""
+    """Returns the log, the trained weights, and the shapes of all tensors broadcast between pipeline stages."""
     dp_size = 1 if config is None else config.dp_size or 1
     shapes = [()]
     original = Transport.broadcast
@@ -153,8 +153,10 @@ def train(
         extra["reward_funcs"] = [make(path, config) for make in kwargs.pop("rewards_of").values()]
     datasets = [Dataset.from_list(samples(8)), Dataset.from_list(samples(4, 3))]
     if kwargs.get("precompute_ref_log_probs"):
-        # Ranks read what the first one computed from beside a dataset's file.
-        datasets = [on_disk(dataset, output / name) for dataset, name in zip(datasets, ("train", "eval"), strict=True)]
+        # Ranks read the results of rank 0 from a file next to the dataset's file.
+        datasets = [
+            save_and_reload(dataset, output / name) for dataset, name in zip(datasets, ("train", "eval"), strict=True)
+        ]
     trainer = trainer_class(
         model=model,
         args=config_class(str(output), **(DEFAULTS | sizes | kwargs)),
@@ -179,26 +181,26 @@ def train(
 def compare(stories, tmp_path, text, trainer_class, samples, tolerance=2e-5, absolute=1e-5, **kwargs):
     config = layout(text) if isinstance(text, str) else text
     expected = train_single_process(train, stories, trainer_class, samples, **kwargs)
-    found = run_ranks(
+    results = run_ranks(
         train, count_ranks(config), stories, tmp_path, config, trainer_class, samples, timeout=200, **kwargs
     )
     assert len(expected[0]) >= 3
-    for log, _, _ in found:
-        assert log == found[0][0], "every rank logs the same"
+    for log, _, _ in results:
+        assert log == results[0][0], "every rank logs the same"
         assert len(log) == len(expected[0])
         for entry, other in zip(log, expected[0], strict=True):
             assert {name: value for name, value in entry.items() if value is None} == {
                 name: value for name, value in other.items() if value is None
             }
-            known = {name: value for name, value in other.items() if value is not None}
-            assert {name: entry[name] for name in known} == pytest.approx(known, rel=tolerance, abs=absolute)
+            reference = {name: value for name, value in other.items() if value is not None}
+            assert {name: entry[name] for name in reference} == pytest.approx(reference, rel=tolerance, abs=absolute)
             assert len(entry) == len(other)
     for name, weight in expected[1].items():
-        # AdamW makes steps of up to the rate, 1e-3, of gradients that are round-off: a few entries of thousands.
-        difference = found[0][1][name] - weight
+        # AdamW turns gradients that are round-off into steps of up to the rate, 1e-3: a few entries in thousands.
+        difference = results[0][1][name] - weight
         assert difference.abs().max() <= 1e-3, name
         assert difference.pow(2).mean().sqrt() <= 5e-5, name
-    return [shape for _, _, shapes in found for shape in shapes]
+    return [shape for _, _, shapes in results for shape in shapes]
 
 
 @pytest.mark.parametrize("text", LAYOUTS)
@@ -217,12 +219,12 @@ def test_dpo(stories, tmp_path, text):
 
 @pytest.mark.parametrize("text", ["tp2", "tp2+sp", "pp2", "dp2"])
 def test_reward(stories, tmp_path, text):
-    # By name TRL loads the model itself.
+    # With `by_name`, TRL loads the model itself.
     options = {"by_name": True, "seed": 7} if text == "pp2" else {}
     compare(stories, tmp_path, text, RewardTrainer, preferences, center_rewards_coefficient=0.1, **options)
 
 
-def test_evaluation_without_a_target(stories, tmp_path):
+def test_evaluation_without_targets(stories, tmp_path):
     rows = Dataset.from_list([{"input_ids": [5, 6, 7, 8], "labels": [-100] * 4}] * 4)
 
     def evaluate(config=None):
@@ -235,13 +237,13 @@ def test_evaluation_without_a_target(stories, tmp_path):
         )
         return trainer.evaluate()["eval_loss"]
 
-    # TRL 1.14 has no number for it, later versions 0.
+    # TRL 1.14 returns NaN here, later versions 0.
     [alone] = run_ranks(evaluate, 1)
     assert run_ranks(evaluate, 2, layout("dp2")) == pytest.approx([alone] * 2, nan_ok=True)
 
 
 def count_right(prediction):
-    """Of tokens of texts, whatever the rows were padded to."""
+    """Accuracy on text tokens, independent of padding."""
     labels = prediction.label_ids[:, 1:]
     right = prediction.predictions[:, :-1].argmax(-1) == labels
     return {"right": float(right[labels > 2].mean())}
@@ -249,15 +251,15 @@ def count_right(prediction):
 
 @torch.no_grad()
 def parallelized_reference(path, config, factor=0.98):
-    """Another model than the policy: of equal ones the better reward is a matter of rounding."""
+    """A reference that differs from the policy: with equal models, rounding would decide the better reward."""
     model = AutoModelForCausalLM.from_pretrained(path, megatron_config=config)
     for parameter in model.parameters():
         parameter.mul_(factor)
     return model
 
 
-def unlike_reference(path, config):
-    """Puts the rows of a batch in another order than the policy."""
+def reordering_reference(path, config):
+    """A reference whose scores sort the samples of a batch in another order than the policy's scores."""
     return parallelized_reference(path, config, factor=0.5)
 
 
@@ -307,8 +309,8 @@ DIVERGENCES = ("reverse_kl", "forward_kl", "js_divergence", "alpha_divergence")
 
 
 @pytest.mark.parametrize("text", ["tp2", "pp2", "dp2"])
-def test_every_loss_of_dpo(stories, tmp_path, text):
-    """Weights that tell one from the other."""
+def test_every_dpo_loss_type(stories, tmp_path, text):
+    """Different loss weights distinguish the loss types."""
     kinds = OVER_ROWS + ([] if "dp" in text and not ASKS_FOR_SCORES else list(OVER_THE_BATCH))
     options = {"loss_type": kinds, "loss_weights": [0.1 + 0.05 * number for number in range(len(kinds))]}
     options |= {"label_smoothing": 0.1, "ref_model": parallelized_reference, "learning_rate": 1e-4}
@@ -316,7 +318,7 @@ def test_every_loss_of_dpo(stories, tmp_path, text):
 
 
 @pytest.mark.parametrize("kind", DIVERGENCES)
-def test_every_divergence_of_dpo(stories, tmp_path, kind):
+def test_every_dpo_divergence(stories, tmp_path, kind):
     options = {"f_divergence_type": kind, "ref_model": parallelized_reference, "max_steps": 2, "eval_steps": 2}
     options["learning_rate"] = 1e-4
     compare(stories, tmp_path, "tp2+pp2", DPOTrainer, preferences, tolerance=1e-4, **options)
@@ -326,25 +328,25 @@ def test_every_divergence_of_dpo(stories, tmp_path, kind):
     ("trainer_class", "samples", "options"),
     [(SFTTrainer, texts, PACKED), (DPOTrainer, preferences, {})],
 )
-def test_thirty_steps_of_rows_over_ranks(stories, tmp_path, trainer_class, samples, options):
-    """What two ranks of a row round otherwise stays small over a run."""
+def test_thirty_context_parallel_steps(stories, tmp_path, trainer_class, samples, options):
+    """Rounding differences between context-parallel ranks stay small over a run."""
     schedule = {"max_steps": 30, "eval_steps": 10, "learning_rate": 1e-4}
     compare(stories, tmp_path, "cp2", trainer_class, samples, tolerance=2e-4, **schedule, **options)
 
 
 @pytest.mark.parametrize("rows", [5, 7])
-def test_rows_that_are_joined_are_not_repeated(stories, tmp_path, rows):
-    """The last batch has fewer rows than the ranks' batches together: one of them has some, or none."""
-    few = functools.partial(some_texts, rows)
+def test_padding_free_samples_are_not_repeated(stories, tmp_path, rows):
+    """The last global batch is not full: one rank has fewer samples, or none."""
+    few = functools.partial(make_texts, rows)
     options = {"padding_free": True, "max_length": None, "gradient_accumulation_steps": 1}
     compare(stories, tmp_path, "dp2", SFTTrainer, few, **options)
 
 
-def some_texts(rows, count, seed=0):
+def make_texts(rows, count, seed=0):
     return texts(rows, seed)
 
 
-def test_half_precision_and_checkpointing_as_trl_sets_them(stories, tmp_path):
+def test_trl_defaults_for_precision_and_checkpointing(stories, tmp_path):
     """Defaults: autocast to bf16 and gradient checkpointing."""
     options = {"bf16": True, "gradient_checkpointing": True, "max_steps": 2, "eval_strategy": "no"}
     expected = train_single_process(train, stories, DPOTrainer, preferences, **options)
@@ -354,7 +356,7 @@ def test_half_precision_and_checkpointing_as_trl_sets_them(stories, tmp_path):
             assert entry.get("loss", 0) == pytest.approx(other.get("loss", 0), rel=2e-2, abs=1e-3)
 
 
-def test_what_is_refused(stories, tmp_path):
+def test_unsupported_options_are_rejected(stories, tmp_path):
     def build():
         model = AutoModelForCausalLM.from_pretrained(stories, megatron_config=layout("pp2"))
         rows = Dataset.from_list(preferences(2))
@@ -381,32 +383,32 @@ OVER_THE_BATCH = ("aot", "aot_unpaired", "sft")
 
 
 @pytest.mark.parametrize("text", ["dp2", "dp2+zero3", "pp2+dp2", "tp2+dp2", "cp2+dp2"])
-def test_losses_over_the_batch_of_all_ranks(stories, tmp_path, text):
-    """Rows that are sorted, and means over tokens: references laid out alike and otherwise, a whole one, and none."""
+def test_global_batch_losses(stories, tmp_path, text):
+    """Losses that sort samples or average over tokens, with different reference layouts or no reference."""
     options = {"loss_type": OVER_THE_BATCH, "loss_weights": [0.3, 0.5, 0.7], "learning_rate": 1e-4}
     if text == "dp2+zero3":
         options["ref_model"] = full_reference
     elif text != "pp2+dp2":
-        options["ref_model"] = frozen_reference if text == "tp2+dp2" else unlike_reference
+        options["ref_model"] = frozen_reference if text == "tp2+dp2" else reordering_reference
     metrics = {"compute_metrics": count_right} if text == "dp2" else {}
     compare(stories, tmp_path, text, DPOTrainer, preferences, tolerance=1e-4, **options, **metrics)
 
 
-def test_losses_over_the_batch_with_an_adapter_and_precomputed_numbers(stories, tmp_path):
+def test_global_batch_losses_with_adapter_and_precomputed_refs(stories, tmp_path):
     options = {"loss_type": OVER_THE_BATCH, "learning_rate": 1e-4, "max_steps": 2, "eval_steps": 2}
     compare(stories, tmp_path, "dp2", DPOTrainer, preferences, tolerance=1e-4, peft_config=adapter, **options)
     compare(stories, tmp_path, "dp2", DPOTrainer, preferences, tolerance=1e-4, precompute_ref_log_probs=True, **options)
 
 
 @pytest.mark.parametrize("kind", OVER_THE_BATCH)
-def test_losses_over_the_samples_of_a_rank_differ(stories, tmp_path, monkeypatch, kind):
+def test_rank_local_batch_losses_are_detected(stories, tmp_path, monkeypatch, kind):
     monkeypatch.setattr(trl_losses, "OVER_THE_BATCH", frozenset())
-    options = {"loss_type": kind, "ref_model": unlike_reference, "max_steps": 3, "eval_strategy": "no"}
+    options = {"loss_type": kind, "ref_model": reordering_reference, "max_steps": 3, "eval_strategy": "no"}
     with pytest.raises(AssertionError):
         compare(stories, tmp_path, "dp2", DPOTrainer, preferences, tolerance=1e-4, learning_rate=1e-4, **options)
 
 
-def test_losses_over_the_samples_of_a_batch_are_refused_on_dp(stories, tmp_path):
+def test_global_batch_losses_are_rejected_on_dp(stories, tmp_path):
     def build():
         model = AutoModelForCausalLM.from_pretrained(stories, megatron_config=layout("dp2"))
         args = DPOConfig(str(tmp_path), report_to=[], use_cpu=True, bf16=False, loss_type="aot")
@@ -417,7 +419,7 @@ def test_losses_over_the_samples_of_a_batch_are_refused_on_dp(stories, tmp_path)
 
 
 def frozen_reference(path, config):
-    return unlike_reference(path, MegatronConfig(zero_stage=3))
+    return reordering_reference(path, MegatronConfig(zero_stage=3))
 
 
 class OwnLoss(DPOTrainer):
@@ -425,7 +427,7 @@ class OwnLoss(DPOTrainer):
         return super()._compute_loss(*args, **kwargs)
 
 
-def test_losses_over_the_batch_that_are_refused(stories, tmp_path):
+def test_unsupported_global_batch_losses_are_rejected(stories, tmp_path):
     def build(trainer_class=DPOTrainer, eval_dataset=None, **options):
         model = AutoModelForCausalLM.from_pretrained(stories, megatron_config=layout("dp2"))
         arguments = {"per_device_train_batch_size": 2, "per_device_eval_batch_size": 2, "max_steps": 1} | QUIET
@@ -450,7 +452,7 @@ def test_losses_over_the_batch_that_are_refused(stories, tmp_path):
     ("other", "message"),
     [({"pixel_values": torch.zeros(2, 3)}, "inputs of another|pixel_values"), ({}, "2 and 1 pairs")],
 )
-def test_batches_that_cannot_be_joined_are_refused_on_all_ranks(other, message):
+def test_mismatched_replica_batches_are_rejected(other, message):
     def on_rank():
         pairs = 1 if not other and dist.get_rank() else 2
         inputs = {"input_ids": torch.ones(2 * pairs, 5), "ref_chosen_logps": torch.ones(pairs)}
@@ -461,14 +463,14 @@ def test_batches_that_cannot_be_joined_are_refused_on_all_ranks(other, message):
 
 
 if not ASKS_FOR_SCORES:
-    del test_losses_over_the_batch_that_are_refused
-    del test_losses_over_the_batch_of_all_ranks, test_losses_over_the_samples_of_a_rank_differ
-    del test_losses_over_the_batch_with_an_adapter_and_precomputed_numbers
+    del test_unsupported_global_batch_losses_are_rejected
+    del test_global_batch_losses, test_rank_local_batch_losses_are_detected
+    del test_global_batch_losses_with_adapter_and_precomputed_refs
 else:
-    del test_losses_over_the_samples_of_a_batch_are_refused_on_dp
+    del test_global_batch_losses_are_rejected_on_dp
 
 
-# One call
+# Single calls
 
 
 @functools.lru_cache(maxsize=1)
@@ -476,14 +478,14 @@ def tiny_model(model_type):
     return make_tiny_model(CONFIG_MAPPING[model_type](), batch_size=5, min_layers=4)
 
 
-def plain_log_probs(model, labels, **batch):
+def compute_log_probs(model, labels, **batch):
     logits = model(**batch).logits[:, :-1].float()
-    found = F.log_softmax(logits, -1).gather(2, labels[:, 1:].clamp(min=0).unsqueeze(-1)).squeeze(-1)
-    return found.masked_fill(labels[:, 1:] == -100, 0)
+    picked = F.log_softmax(logits, -1).gather(2, labels[:, 1:].clamp(min=0).unsqueeze(-1)).squeeze(-1)
+    return picked.masked_fill(labels[:, 1:] == -100, 0)
 
 
-def measured(tiny_model, config, log_probs_of, sabotage=lambda: None):
-    """A loss that pairs rows and weighs tokens, its gradients, and the log-probabilities themselves."""
+def measure_log_probs(tiny_model, config, log_probs_of, sabotage=lambda: None):
+    """Returns loss and gradients of a loss over pairs and tokens, and the log-probabilities."""
     sabotage()
     model = tiny_model.load(megatron_config=config).train()
     [batch] = tiny_model.batches
@@ -498,14 +500,14 @@ def measured(tiny_model, config, log_probs_of, sabotage=lambda: None):
     return measurement, log_probs.detach()
 
 
-def worst_error(tiny_model, text, **kwargs):
+def compute_worst_error(tiny_model, text, **kwargs):
     config = layout(text)
-    [(expected, numbers)] = run_ranks(measured, 1, tiny_model, None, plain_log_probs)
-    found = run_ranks(measured, count_ranks(config), tiny_model, config, token_log_probs, **kwargs)
-    for measurement, log_probs in found:
-        assert measurement.loss == found[0][0].loss and torch.equal(log_probs, found[0][1])
-    errors = [error.value for error in gradient_errors(found[0][0], expected)]
-    return max(*errors, abs(found[0][0].loss / expected.loss - 1) / 1e-5)
+    [(expected, numbers)] = run_ranks(measure_log_probs, 1, tiny_model, None, compute_log_probs)
+    results = run_ranks(measure_log_probs, count_ranks(config), tiny_model, config, token_log_probs, **kwargs)
+    for measurement, log_probs in results:
+        assert measurement.loss == results[0][0].loss and torch.equal(log_probs, results[0][1])
+    errors = [error.value for error in gradient_errors(results[0][0], expected)]
+    return max(*errors, abs(results[0][0].loss / expected.loss - 1) / 1e-5)
 
 
 @pytest.mark.parametrize(
@@ -521,7 +523,7 @@ def worst_error(tiny_model, text, **kwargs):
     ],
 )
 def test_token_log_probs(model_type, text):
-    assert worst_error(tiny_model(model_type), text) <= 1
+    assert compute_worst_error(tiny_model(model_type), text) <= 1
 
 
 SAMPLINGS = [
@@ -532,8 +534,8 @@ SAMPLINGS = [
 ]
 
 
-def statistics_of_warped_logits(model, labels, temperature=1.0, top_k=None, top_p=None, **batch):
-    """As transformers' generation warps them; of what cannot be drawn no gradient."""
+def compute_warped_statistics(model, labels, temperature=1.0, top_k=None, top_p=None, **batch):
+    """Reference that warps logits as transformers' generation does; excluded tokens have no gradient."""
     logits = model(**batch).logits[:, :-1].float()
     shape = logits.shape
     warped = TemperatureLogitsWarper(temperature)(None, logits.flatten(0, 1))
@@ -544,11 +546,11 @@ def statistics_of_warped_logits(model, labels, temperature=1.0, top_k=None, top_
     log_probs = F.log_softmax(warped.view(shape), -1)
     entropies = torch.where(log_probs > -torch.inf, -log_probs.exp() * log_probs.clamp(min=-1e4), 0).sum(-1)
     ignored = labels[:, 1:] == -100
-    found = log_probs.gather(2, labels[:, 1:].clamp(min=0).unsqueeze(-1)).squeeze(-1)
-    return found.masked_fill(ignored, 0), entropies.masked_fill(ignored, 0)
+    picked = log_probs.gather(2, labels[:, 1:].clamp(min=0).unsqueeze(-1)).squeeze(-1)
+    return picked.masked_fill(ignored, 0), entropies.masked_fill(ignored, 0)
 
 
-def sampled(tiny_model, config, statistics_of, options):
+def measure_statistics(tiny_model, config, statistics_of, options):
     model = tiny_model.load(megatron_config=config).train()
     [batch] = tiny_model.batches
     log_probs, entropies = statistics_of(model, **batch, **options)
@@ -561,19 +563,21 @@ def sampled(tiny_model, config, statistics_of, options):
 
 @pytest.mark.parametrize("text", ["tp2", "pp2", "tp2+sp+pp2", "cp2"])
 @pytest.mark.parametrize("options", SAMPLINGS, ids=lambda options: ",".join(options))
-def test_numbers_of_what_is_sampled(text, options):
+def test_sampling_token_statistics(text, options):
     source, config = tiny_model("llama"), layout(text)
-    [(expected, log_probs, entropies)] = run_ranks(sampled, 1, source, None, statistics_of_warped_logits, options)
+    [(expected, log_probs, entropies)] = run_ranks(
+        measure_statistics, 1, source, None, compute_warped_statistics, options
+    )
     assert (log_probs == -torch.inf).any() == ("top_k" in options or "top_p" in options)
     assert (log_probs[log_probs != 0] > -torch.inf).any()
-    ranks = run_ranks(sampled, count_ranks(config), source, config, token_statistics, options)
+    ranks = run_ranks(measure_statistics, count_ranks(config), source, config, token_statistics, options)
     assert [error for error in gradient_errors(ranks[0][0], expected) if error.value > 1] == []
     for _, *numbers in ranks:
         torch.testing.assert_close(numbers[0], log_probs, rtol=1e-4, atol=1e-4)
         torch.testing.assert_close(numbers[1], entropies, rtol=1e-4, atol=1e-4)
 
 
-def test_samplings_that_cannot_be(stories):
+def test_invalid_sampling_options_raise(stories):
     model, ids = AutoModelForCausalLM.from_pretrained(stories), torch.ones(1, 4, dtype=torch.long)
     for options in ({"temperature": 0.0}, {"top_k": 0}, {"top_p": 1.5}):
         [(name, value)] = options.items()
@@ -581,12 +585,12 @@ def test_samplings_that_cannot_be(stories):
             token_log_probs(model, ids, input_ids=ids, **options)
 
 
-def test_token_log_probs_of_a_model_in_one_process(stories):
-    assert worst_error(tiny_model("gemma2"), "dp1") <= 1
+def test_token_log_probs_in_single_process(stories):
+    assert compute_worst_error(tiny_model("gemma2"), "dp1") <= 1
 
 
 def mixed_precision_step(path, config):
-    """A step's log-probabilities and loss; reading them must not make full logits."""
+    """Returns gradient norm and loss of a step; log-probabilities must not gather full logits."""
     model = AutoModelForCausalLM.from_pretrained(path, megatron_config=config).train()
     accelerator = Accelerator(cpu=True, mixed_precision="bf16")
     model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
@@ -605,17 +609,17 @@ def mixed_precision_step(path, config):
 @pytest.mark.parametrize("text", ["tp2", "pp2"])
 def test_mixed_precision(stories, text):
     [expected] = run_ranks(mixed_precision_step, 1, stories, None)
-    for found in run_ranks(mixed_precision_step, 2, stories, layout(text)):
-        assert found == pytest.approx(expected, rel=1e-2)
+    for values in run_ranks(mixed_precision_step, 2, stories, layout(text)):
+        assert values == pytest.approx(expected, rel=1e-2)
 
 
-def test_labels_that_do_not_fit():
+def test_mismatched_label_shapes_raise():
     def call():
         model = tiny_model("gemma2").load(megatron_config=layout("tp2"))
         ids = torch.arange(12).view(2, 6)
         with pytest.raises(ConfigError, match="labels of shape .2, 6., logits for .2, 1."):
             token_log_probs(model, ids, input_ids=ids, logits_to_keep=1)
-        # Nothing is left behind: the next call has logits, and no label is no log-probability.
+        # No state is left: the next call has logits, and ignored labels have log-probability 0.
         assert model(input_ids=ids).logits.shape[:2] == (2, 6)
         assert not token_log_probs(model, ids.fill_(-100), input_ids=ids.clamp(min=0)).any()
 
@@ -623,8 +627,8 @@ def test_labels_that_do_not_fit():
     run_ranks(call, 2)
 
 
-def test_logits_that_are_there_already():
-    """Of heads that are no linears, and of models that do more to their logits than scale and cap them."""
+def test_token_scores_from_full_logits():
+    """Used for heads that are not linear, and models that do more than scale and cap their logits."""
     logits = torch.randn(2, 5, 11, requires_grad=True)
     targets = torch.tensor([[1, 2, -100, 10, 0], [-100] * 5])
     log_probs, entropy, best = vocab_log_probs.token_scores(logits, targets, ("log_probs", "entropy", "is_top1"))
@@ -636,12 +640,12 @@ def test_logits_that_are_there_already():
     torch.testing.assert_close(entropy, expected_entropy)
     assert torch.equal(best, (logits.argmax(-1) == targets) & mask)
     weights = torch.randn(2, 5)
-    [found] = torch.autograd.grad((log_probs * weights + entropy).sum(), logits)
-    torch.testing.assert_close(found, torch.autograd.grad((picked * weights + expected_entropy).sum(), logits)[0])
+    [gradient] = torch.autograd.grad((log_probs * weights + entropy).sum(), logits)
+    torch.testing.assert_close(gradient, torch.autograd.grad((picked * weights + expected_entropy).sum(), logits)[0])
 
 
-def fused(tiny_model, config, chunk):
-    """Every field of TRL's own forward, with the router loss, and the gradients of both differentiable ones."""
+def run_fused_forward(tiny_model, config, chunk):
+    """Returns all fields of TRL's fused forward with router loss, and the gradients of loss and entropy."""
     vocab_log_probs._TOKENS_PER_CHUNK = chunk
     model = tiny_model.load(megatron_config=config).train()
     if ASKS_FOR_SCORES:
@@ -657,10 +661,10 @@ def fused(tiny_model, config, chunk):
 
 
 @pytest.mark.parametrize("text", ["tp2", "pp2+mb1"])
-def test_every_field_equals_trls_own(text):
+def test_fused_head_fields_match_trl(text):
     source = tiny_model("qwen3_moe")
-    [(expected, reference)] = run_ranks(fused, 1, source, None, 1024)
-    for fields, measurement in run_ranks(fused, count_ranks(layout(text)), source, layout(text), 7):
+    [(expected, reference)] = run_ranks(run_fused_forward, 1, source, None, 1024)
+    for fields, measurement in run_ranks(run_fused_forward, count_ranks(layout(text)), source, layout(text), 7):
         assert list(fields) == list(expected)
         for name, value in expected.items():
             torch.testing.assert_close(fields[name], value, rtol=1e-5, atol=1e-5)
@@ -668,25 +672,25 @@ def test_every_field_equals_trls_own(text):
             assert max(error.value for error in gradient_errors(measurement, reference)) <= 1
 
 
-# Faults: each must make a comparison above fail
+# Seeded faults: each must make a comparison above fail
 
 
-def keep_each_ranks_part_of_the_hidden_gradient():
+def skip_hidden_gradient_all_reduce():
     vocab_log_probs.copy_to_ranks = lambda tensor, group: tensor
 
 
-def take_every_vocabulary_for_the_first():
+def ignore_vocab_start():
     vocab_log_probs.VocabParallelHead.vocab_start = 0
 
 
-def score_every_microbatch_by_the_first_rows():
+def score_with_first_microbatch_targets():
     original = pipeline.Pipeline.reading
     pipeline.Pipeline.reading = lambda self, read: original(
         self, lambda output, rows: read(output, slice(0, rows.stop - rows.start))
     )
 
 
-def give_gradients_to_the_wrong_microbatches():
+def flip_microbatch_gradients():
     original = outputs.PipelineValues.backward
     outputs.PipelineValues.backward = staticmethod(
         lambda ctx, *gradients: original(ctx, *(g.flip(0) for g in gradients))
@@ -696,21 +700,21 @@ def give_gradients_to_the_wrong_microbatches():
 @pytest.mark.parametrize(
     ("text", "fault"),
     [
-        ("tp2", keep_each_ranks_part_of_the_hidden_gradient),
-        ("tp2", take_every_vocabulary_for_the_first),
-        ("pp2", score_every_microbatch_by_the_first_rows),
-        ("pp2", give_gradients_to_the_wrong_microbatches),
+        ("tp2", skip_hidden_gradient_all_reduce),
+        ("tp2", ignore_vocab_start),
+        ("pp2", score_with_first_microbatch_targets),
+        ("pp2", flip_microbatch_gradients),
     ],
 )
-def test_fault_is_found(text, fault):
-    assert worst_error(tiny_model("gemma2"), text, sabotage=fault) > 10
+def test_fault_is_detected(text, fault):
+    assert compute_worst_error(tiny_model("gemma2"), text, sabotage=fault) > 10
 
 
-def count_tokens_of_ranks_that_share_a_batch(trainer):
+def count_tokens_per_tensor_parallel_rank(trainer):
     trainer._tp_size = 2
 
 
-def test_a_wrong_count_of_tokens_is_found(stories, tmp_path, monkeypatch):
-    monkeypatch.setattr(integration, "count_tokens_once", count_tokens_of_ranks_that_share_a_batch)
+def test_wrong_token_count_is_detected(stories, tmp_path, monkeypatch):
+    monkeypatch.setattr(integration, "count_tokens_once", count_tokens_per_tensor_parallel_rank)
     with pytest.raises(AssertionError, match="num_tokens"):
         compare(stories, tmp_path, "tp2", SFTTrainer, completions, max_steps=2, eval_steps=2)

@@ -1,4 +1,4 @@
-"""TRL's trainers whose losses count tokens, pair rows or read whole logits themselves, against one process."""
+"""Tests of TRL trainers whose losses count tokens, pair samples or read full logits, against a single process."""
 
 import pytest
 import torch
@@ -28,15 +28,15 @@ CHAT = "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + '\\n' }}{% e
 
 @pytest.fixture(autouse=True)
 def configs(monkeypatch):
-    found = {KTOTrainer: KTOConfig, ORPOTrainer: ORPOConfig, CPOTrainer: CPOConfig, GKDTrainer: GKDConfig}
-    found[DistillationTrainer] = DistillationConfig
+    config_classes = {KTOTrainer: KTOConfig, ORPOTrainer: ORPOConfig, CPOTrainer: CPOConfig, GKDTrainer: GKDConfig}
+    config_classes[DistillationTrainer] = DistillationConfig
     monkeypatch.setattr(test_base, "UNEQUAL", (*test_base.UNEQUAL, "step_time"))
-    for trainer_class, config_class in found.items():
+    for trainer_class, config_class in config_classes.items():
         monkeypatch.setitem(test_base.CONFIGS, trainer_class, config_class)
 
 
 def unpaired(count, seed=0):
-    """Answers that are good or bad: as many of either in a batch of one rank, and not."""
+    """Returns completions with good and bad labels, in unequal numbers per batch and rank."""
     rows = preferences(count, seed)
     return [
         {"prompt": row["prompt"], "completion": row["chosen" if number % 3 else "rejected"], "label": bool(number % 3)}
@@ -66,30 +66,30 @@ ASSISTANT = (
 )
 
 
-def tokenizer_of_answers(path, config):
+def make_answer_tokenizer(path, config):
     return AutoTokenizer.from_pretrained(path, pad_token="</s>", chat_template=ASSISTANT)
 
 
-def talks(count, seed=0):
-    """Of two answers each."""
+def make_two_turn_conversations(count, seed=0):
+    """Returns conversations with two answers each."""
     rows = conversations(count, seed)
     return [{"messages": row["messages"] + conversations(1, number)[0]["messages"]} for number, row in enumerate(rows)]
 
 
 @pytest.mark.parametrize("text", ["tp2", "tp2+sp", "pp2", "dp2", "tp2+pp2"])
 @pytest.mark.parametrize("options", [{}, {"packing": True, "max_length": 96}], ids=["rows", "packed"])
-def test_answers_alone(stories, tmp_path, text, options):
-    options = {"assistant_only_loss": True, "processing_class": tokenizer_of_answers} | options
-    compare(stories, tmp_path, text, SFTTrainer, talks, **options)
+def test_assistant_only_loss(stories, tmp_path, text, options):
+    options = {"assistant_only_loss": True, "processing_class": make_answer_tokenizer} | options
+    compare(stories, tmp_path, text, SFTTrainer, make_two_turn_conversations, **options)
 
 
-def named(path, config):
+def get_path(path, config):
     return str(path)
 
 
 @torch.no_grad()
 def shrink(model):
-    """Makes a student that is not its teacher."""
+    """Scales the weights, so that student and teacher differ."""
     for parameter in model.parameters():
         parameter.mul_(0.98)
 
@@ -102,13 +102,13 @@ def test_kto(stories, tmp_path, text):
 
 @pytest.mark.parametrize("text", LAYOUTS)
 @pytest.mark.parametrize("trainer_class", [ORPOTrainer, CPOTrainer])
-def test_losses_with_a_term_of_their_own(stories, tmp_path, trainer_class, text):
+def test_orpo_and_cpo(stories, tmp_path, trainer_class, text):
     compare(stories, tmp_path, text, trainer_class, preferences, processing_class=tokenizer, max_length=64)
 
 
 @pytest.mark.parametrize("text", ["tp2", "pp2", "dp2"])
 @pytest.mark.parametrize("kind", ["hinge", "ipo", "simpo", "alphapo"])
-def test_every_loss_of_cpo(stories, tmp_path, text, kind):
+def test_every_cpo_loss_type(stories, tmp_path, text, kind):
     options = {"loss_type": kind, "processing_class": tokenizer, "max_length": 64, "max_steps": 2, "eval_steps": 2}
     if kind == "simpo":
         options["cpo_alpha"] = 0.0
@@ -118,12 +118,12 @@ def test_every_loss_of_cpo(stories, tmp_path, text, kind):
 
 
 @pytest.mark.parametrize("text", LAYOUTS)
-def test_gkd_of_given_texts(stories, tmp_path, text):
-    teacher = {"tp2": named, "pp2": parallelized_reference}.get(text, full_reference)
+def test_gkd_on_given_texts(stories, tmp_path, text):
+    teacher = {"tp2": get_path, "pp2": parallelized_reference}.get(text, full_reference)
     options = {"lmbda": 0.0, "max_length": 64, "teacher_model": teacher, "processing_class": tokenizer}
-    if teacher is named:
+    if teacher is get_path:
         options["prepare"] = shrink
-    # Logarithms of both distributions whole: the norm of the third step is off by 2.1e-5 on some processors.
+    # Log-probabilities over the full vocabulary: the third gradient norm is off by 2.1e-5 on some processors.
     compare(stories, tmp_path, text, GKDTrainer, conversations, tolerance=5e-5, **options)
 
 
@@ -138,7 +138,7 @@ GIVEN = {"processing_class": tokenizer, "max_length": 64}
         (CPOTrainer, preferences, GIVEN, ("_padded_identically", lambda trainer, batch: batch)),
     ],
 )
-def test_a_loss_of_one_rank_differs(stories, tmp_path, monkeypatch, trainer_class, samples, options, fault):
+def test_rank_local_losses_are_detected(stories, tmp_path, monkeypatch, trainer_class, samples, options, fault):
     monkeypatch.setattr(trl_losses, *fault)
     with pytest.raises(AssertionError):
         compare(stories, tmp_path, "dp2", trainer_class, samples, **options)
@@ -149,7 +149,7 @@ GENERATED = {"lmbda": 1.0, "max_new_tokens": 8, "max_steps": 2, "eval_steps": 2}
 
 @pytest.mark.parametrize("text", ["tp2", "tp2+sp", "pp2", "cp2"])
 @pytest.mark.parametrize("given", [GENERATED | {"lmbda": 0.5}, GENERATED | {"lmbda": 0.0, "seq_kd": True}])
-def test_gkd_of_texts_that_a_model_writes(stories, tmp_path, text, given):
+def test_gkd_on_generated_texts(stories, tmp_path, text, given):
     options = GIVEN | {"teacher_model": parallelized_reference, "beta": 0.5, "learning_rate": 1e-4}
     compare(stories, tmp_path, text, GKDTrainer, conversations, tolerance=1e-4, **(options | given))
 
@@ -161,18 +161,18 @@ def test_gkd_with_an_adapter(stories, tmp_path, text):
 
 
 def largest(predictions):
-    found = predictions.predictions
-    return {"largest": float((found[0] if isinstance(found, tuple) else found).max())}
+    logits = predictions.predictions
+    return {"largest": float((logits[0] if isinstance(logits, tuple) else logits).max())}
 
 
 @pytest.mark.parametrize("text", ["tp2", "pp2", "dp2"])
-def test_gkd_with_metrics_of_logits(stories, tmp_path, text):
+def test_gkd_with_logit_metrics(stories, tmp_path, text):
     options = GIVEN | {"lmbda": 0.0, "teacher_model": parallelized_reference, "compute_metrics": largest}
     compare(stories, tmp_path, text, GKDTrainer, conversations, max_steps=2, eval_steps=2, **options)
 
 
-def test_gkds_own_loss_differs_on_replicas(stories, tmp_path, monkeypatch):
-    """It divides by all ranks' tokens, and the average by the ranks once more."""
+def test_stock_gkd_loss_is_detected_on_replicas(stories, tmp_path, monkeypatch):
+    """It divides by the tokens of all ranks, and gradient averaging divides by the ranks again."""
     monkeypatch.setattr(distillation, "parallel_state", lambda model: None)
     options = GIVEN | {"lmbda": 0.0, "teacher_model": full_reference, "max_steps": 2, "eval_steps": 2}
     with pytest.raises(AssertionError):
@@ -190,5 +190,5 @@ def test_distillation(stories, tmp_path, text, beta):
 
 
 def test_distillation_with_an_adapter(stories, tmp_path):
-    options = {"teacher_model": named, "max_completion_length": 8, "peft_config": adapter, "prepare": shrink}
+    options = {"teacher_model": get_path, "max_completion_length": 8, "peft_config": adapter, "prepare": shrink}
     compare(stories, tmp_path, "tp2+pp2", DistillationTrainer, prompts, **ROUNDING, **options)

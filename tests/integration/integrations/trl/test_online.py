@@ -1,4 +1,4 @@
-"""TRL's trainers that generate inside of a step, GRPO and RLOO, against one process."""
+"""Tests of TRL trainers that generate within a step, GRPO and RLOO, against a single process."""
 
 import dataclasses
 import functools
@@ -33,7 +33,7 @@ from tests.integration.integrations.trl.test_base import StopsAt, adapter, compa
 
 LAYOUTS = ["tp2", "tp2+sp", "pp2", "dp2", "tp2+pp2", "cp2"]
 SIZES = {
-    # Else gradients that are round-off make whole steps, and the divergence from the reference follows them.
+    # A small epsilon would turn round-off gradients into full steps, visible in the KL divergence.
     "adam_epsilon": 1e-5,
     "num_generations": 4,
     "max_completion_length": 8,
@@ -60,14 +60,14 @@ def vowels(completions, **kwargs):
 
 
 def has_favourite(completions, favourite, log_extra, log_metric, **kwargs):
-    """Nothing to say of short texts."""
+    """Reward function that returns None for short texts."""
     log_extra("letter", list(favourite))
     log_metric("length", sum(map(len, completions)) / len(completions))
     return [None if len(text) < 4 else text.count(letter) for text, letter in zip(completions, favourite, strict=True)]
 
 
-def recorded(model):
-    """Has replicas take their rows of completions that do not depend on who draws them, as if they were recorded."""
+def use_recorded_completions(model):
+    """Replaces generation by fixed completions for the global batch; each replica uses those for its samples."""
     calls = iter(range(1000))
     path = Path(model.config._name_or_path)
     text = (path.parent / "tinystories_sample.txt").read_text()[:4000]
@@ -87,8 +87,8 @@ def recorded(model):
     model.generate = generate
 
 
-RECORDED = {"prepare": recorded}
-# The divergence from the reference is a sum of differences of numbers like -4.
+RECORDED = {"prepare": use_recorded_completions}
+# The KL divergence sums differences of log-probabilities around -4.
 ROUNDING = {"tolerance": 1e-4, "absolute": 1e-4}
 REWARDS = {"reward_funcs": [vowels, has_favourite]}
 
@@ -126,9 +126,9 @@ KINDS = ("grpo", "dapo", "dr_grpo", "bnpo", "cispo", "sapo", "vespo", "luspo")
 
 @pytest.mark.parametrize("text", ["tp2", "pp2", "dp2"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_loss_of_grpo(stories, tmp_path, text, kind):
+def test_every_grpo_loss_type(stories, tmp_path, text, kind):
     options = SIZES | REWARDS | RECORDED | OFF_POLICY | {"loss_type": kind, "max_steps": 4}
-    # VESPO's weights are powers of the ratios of whole sequences.
+    # VESPO's weights are powers of sequence-level probability ratios.
     rounding = dict.fromkeys(ROUNDING, 1e-3) if kind == "vespo" else ROUNDING
     compare(stories, tmp_path, text, GRPOTrainer, prompts, **rounding, **options)
 
@@ -174,24 +174,24 @@ def experts(stories, tmp_path_factory):
 
 
 @pytest.mark.parametrize("text", ["tp2+ep2", "dp2+ep2", "tp2+sp", "pp2"])
-def test_experts(experts, tmp_path, text):
+def test_moe_models(experts, tmp_path, text):
     options = SIZES | REWARDS | (RECORDED if "dp" in text else {})
     compare(experts, tmp_path, text, GRPOTrainer, prompts, **ROUNDING, **options)
 
 
 @pytest.mark.parametrize("loss_type", ["sigmoid", "aot"])
-def test_preferences_of_experts(experts, tmp_path, loss_type):
-    """The router's loss of evaluations too."""
+def test_dpo_on_moe_models(experts, tmp_path, loss_type):
+    """Includes the router loss of evaluations."""
     options = {"loss_type": loss_type, "learning_rate": 1e-4, "max_steps": 2, "eval_steps": 2}
     compare(experts, tmp_path, "dp2", DPOTrainer, preferences, **ROUNDING, **options)
 
 
-def test_replicas_draw_for_their_own_prompts(stories, tmp_path):
-    """With weights that ranks hold parts of, and rows that end at unlike places."""
+def test_replicas_sample_independently(stories, tmp_path):
+    """Uses ZeRO-3 weights, and completions that end at different positions."""
 
     def train():
-        given = {"num_generations": 8, "generation_kwargs": {"eos_token_id": [2, 346, 261]}}
-        trainer = trainer_of(stories, tmp_path, "dp2+zero3", vowels, **given)
+        options = {"num_generations": 8, "generation_kwargs": {"eos_token_id": [2, 346, 261]}}
+        trainer = make_trainer(stories, tmp_path, "dp2+zero3", vowels, **options)
         trainer.train()
         log = [entry for entry in trainer.state.log_history if "reward" in entry]
         return list(trainer._logs["completion"]), {name: log[0][name] for name in log[0] if name != "step_time"}
@@ -202,18 +202,21 @@ def test_replicas_draw_for_their_own_prompts(stories, tmp_path):
     assert halves[0] != halves[1], "of one prompt the ranks draw other completions"
 
 
-def test_a_stream_of_prompts(stories, tmp_path):
-    """Read by each rank: the same rows as of one process."""
-    found = [run_ranks(streamed, ranks, stories, tmp_path, text) for text, ranks in ((None, 1), ("tp2", 2), ("dp2", 2))]
-    for logs in found[1:]:
+def test_streamed_prompts(stories, tmp_path):
+    """Each rank reads the stream; the samples match a single process."""
+    logs_by_layout = [
+        run_ranks(train_on_stream, ranks, stories, tmp_path, text)
+        for text, ranks in ((None, 1), ("tp2", 2), ("dp2", 2))
+    ]
+    for logs in logs_by_layout[1:]:
         for log in logs:
-            assert log == pytest.approx(found[0][0], rel=1e-4, abs=1e-4)
+            assert log == pytest.approx(logs_by_layout[0][0], rel=1e-4, abs=1e-4)
 
 
-def streamed(path, output, text):
+def train_on_stream(path, output, text):
     layout = None if text is None else test_base.layout(text)
     model = test_base.policy(path, layout, GRPOTrainer)
-    recorded(model)
+    use_recorded_completions(model)
     sizes = {"max_steps": 2, "eval_strategy": "no"}
     sizes |= {"per_device_train_batch_size": 4 // (1 if layout is None else layout.dp_size or 1)}
     rows = Dataset.from_list(prompts(8)).to_iterable_dataset()
@@ -223,50 +226,50 @@ def streamed(path, output, text):
     return {name: log[name] for name in log if name != "step_time"}
 
 
-def draws(completions, **kwargs):
-    """Moves every generator, of which those of the other ranks know nothing."""
+def add_random_noise(completions, **kwargs):
+    """Reward function that advances all RNGs of the ranks on which it is called."""
     noise = float(torch.rand(())) + float(numpy.random.rand()) + random.random()
     return [len(text) / 10 + noise for text in completions]
 
 
 @pytest.mark.parametrize("trainer_class", [GRPOTrainer, RLOOTrainer])
 @pytest.mark.parametrize("text", ["tp2", "pp2", "cp2"])
-def test_rewards_that_draw_random_numbers(stories, tmp_path, text, trainer_class):
-    options = SIZES | {"reward_funcs": [draws], "max_steps": 3, "eval_strategy": "no"}
+def test_random_rewards(stories, tmp_path, text, trainer_class):
+    options = SIZES | {"reward_funcs": [add_random_noise], "max_steps": 3, "eval_strategy": "no"}
     compare(stories, tmp_path, text, trainer_class, prompts, **ROUNDING, **options)
 
 
-def test_a_reward_too_few_ends_all_ranks(stories, tmp_path):
+def test_missing_reward_stops_all_ranks(stories, tmp_path):
     def train():
-        trainer = trainer_of(stories, tmp_path, "tp2", lambda completions, **kwargs: [1.0])
+        trainer = make_trainer(stories, tmp_path, "tp2", lambda completions, **kwargs: [1.0])
         with pytest.raises((ValueError, RuntimeError), match="returned 1 rewards for 8 completions"):
             trainer.train()
 
     run_ranks(train, 2)
 
 
-def evaluation_loss(path, output, text):
+def evaluate_prompts(path, output, text):
     layout = None if text is None else test_base.layout(text)
     model = test_base.policy(path, layout, GRPOTrainer)
-    recorded(model)
+    use_recorded_completions(model)
     size = 8 // (1 if layout is None else layout.dp_size or 1)
     args = test_base.DEFAULTS | SIZES | {"per_device_train_batch_size": size, "per_device_eval_batch_size": size}
     rows = Dataset.from_list(prompts(8))
     trainer = GRPOTrainer(model, vowels, GRPOConfig(str(output), **args), rows, Dataset.from_list(prompts(6)))
     trainer.train()
-    found = [entry for entry in trainer.state.log_history if "eval_loss" in entry]
-    return [entry[name] for entry in found for name in ("eval_loss", "eval_reward")]
+    entries = [entry for entry in trainer.state.log_history if "eval_loss" in entry]
+    return [entry[name] for entry in entries for name in ("eval_loss", "eval_reward")]
 
 
-def test_evaluation_of_more_prompts_than_stock_counts(stories, tmp_path):
-    """Accelerate cuts the last batch by prompts, each of which has several rows."""
-    [alone] = run_ranks(evaluation_loss, 1, stories, tmp_path, None)
-    for found in run_ranks(evaluation_loss, 2, stories, tmp_path, "dp2"):
-        assert found == pytest.approx(alone, rel=1e-4, abs=1e-5)
+def test_evaluation_with_partial_last_batch(stories, tmp_path):
+    """Accelerate truncates the last batch by prompts, although each prompt has several completions."""
+    [alone] = run_ranks(evaluate_prompts, 1, stories, tmp_path, None)
+    for losses in run_ranks(evaluate_prompts, 2, stories, tmp_path, "dp2"):
+        assert losses == pytest.approx(alone, rel=1e-4, abs=1e-5)
 
 
-def part_of_a_run(path, output, text, until, resume):
-    """The last log entry but the summary."""
+def train_part(path, output, text, until, resume):
+    """Trains until a step and returns its log entry."""
     model = test_base.policy(path, None if text is None else test_base.layout(text), GRPOTrainer)
     arguments = test_base.DEFAULTS | SIZES | {"max_steps": 4, "eval_strategy": "no", "temperature": 1.0}
     arguments |= {"save_strategy": "steps", "save_steps": 2}
@@ -282,63 +285,68 @@ def part_of_a_run(path, output, text, until, resume):
     return {name: value for name, value in entry.items() if name != "step_time"}
 
 
-def test_a_run_goes_on_on_another_layout(stories, tmp_path):
-    """Its samples, too."""
-    [expected] = run_ranks(part_of_a_run, 1, stories, tmp_path / "alone", None, 4, None)
-    run_ranks(part_of_a_run, 2, stories, tmp_path / "split", "tp2", 2, None)
-    for found in run_ranks(part_of_a_run, 2, stories, tmp_path / "split", "pp2", 4, True):
-        assert found == pytest.approx(expected, rel=1e-4, abs=1e-4)
+def test_training_resumes_on_another_layout(stories, tmp_path):
+    """Samples continue with the resumed RNG state, too."""
+    [expected] = run_ranks(train_part, 1, stories, tmp_path / "alone", None, 4, None)
+    run_ranks(train_part, 2, stories, tmp_path / "split", "tp2", 2, None)
+    for log in run_ranks(train_part, 2, stories, tmp_path / "split", "pp2", 4, True):
+        assert log == pytest.approx(expected, rel=1e-4, abs=1e-4)
 
 
-def replayed(path, output, text, trainer_class, replays):
-    """Whether experts of losses are those that generated, and how many choices there were; the last log entry."""
+def train_with_replay(path, output, text, trainer_class, replays):
+    """Returns the number of expert choices equal to generation, of all choices, and the logged losses."""
     layout = dataclasses.replace(test_base.layout(text), router_replay=replays)
     model = test_base.policy(path, layout, trainer_class)
-    # Weights change between the steps of a batch of completions.
+    # Weights change between the steps on a batch of completions.
     sizes = SIZES | {"learning_rate": 3e-2, "steps_per_generation": 4, "gradient_accumulation_steps": 1, "max_steps": 4}
-    given = (
+    arguments = (
         test_base.DEFAULTS | sizes | {"eval_strategy": "no", "per_device_train_batch_size": 4 // (layout.dp_size or 1)}
     )
-    config = test_base.CONFIGS[trainer_class](str(output), **given)
+    config = test_base.CONFIGS[trainer_class](str(output), **arguments)
     trainer = trainer_class(model, [vowels], config, train_dataset=Dataset.from_list(prompts(8)))
-    compute_loss, compute_numbers, same, count = trainer._compute_loss, trainer._get_per_token_logps_and_entropies, 0, 0
+    compute_loss, compute_statistics, same, count = (
+        trainer._compute_loss,
+        trainer._get_per_token_logps_and_entropies,
+        0,
+        0,
+    )
     samples_of_call = {}
 
-    def compute(model, rows):
+    def record_samples(model, rows):
         samples_of_call.update(rows)
         return compute_loss(model, rows)
 
-    def numbers(*args, **kwargs):
+    def compare_routing(*args, **kwargs):
         nonlocal same, count
         with router_replay.record_routing(trainer.model) as routing:
-            found = compute_numbers(*args, **kwargs)
+            outputs = compute_statistics(*args, **kwargs)
         if replays and torch.is_grad_enabled():
             parts = [samples_of_call["prompt_routing"], samples_of_call["completion_routing"]]
-            recorded = torch.cat(parts, 1).permute(2, 0, 1, 3)
-            known = recorded >= 0
-            same += int((routing.calls[0].sort().values == recorded.sort().values)[known].sum())
-            count += int(known.sum())
-        return found
+            recorded_experts = torch.cat(parts, 1).permute(2, 0, 1, 3)
+            mask = recorded_experts >= 0
+            same += int((routing.calls[0].sort().values == recorded_experts.sort().values)[mask].sum())
+            count += int(mask.sum())
+        return outputs
 
-    trainer._compute_loss, trainer._get_per_token_logps_and_entropies = compute, numbers
+    trainer._compute_loss, trainer._get_per_token_logps_and_entropies = record_samples, compare_routing
     trainer.train()
     return same, count, [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
 
 @pytest.mark.parametrize("trainer_class", [GRPOTrainer, RLOOTrainer])
 @pytest.mark.parametrize("text", ["tp2+ep2", "dp2+ep2", "pp2"])
-def test_experts_that_generated_are_chosen_again(experts, tmp_path, text, trainer_class):
+def test_router_replay_reuses_generation_experts(experts, tmp_path, text, trainer_class):
     ranks = 2
-    found = run_ranks(replayed, ranks, experts, tmp_path, text, trainer_class, True)
-    for same, count, losses in found:
+    results = run_ranks(train_with_replay, ranks, experts, tmp_path, text, trainer_class, True)
+    for same, count, losses in results:
         assert same == count > 500
-        assert losses == found[0][2]
-    without = run_ranks(replayed, ranks, experts, tmp_path, text, trainer_class, False)
-    assert found[0][2][0] == pytest.approx(without[0][2][0], rel=1e-4, abs=1e-5), "weights were the same"
-    assert found[0][2][-1] != pytest.approx(without[0][2][-1], rel=1e-3)
+        assert losses == results[0][2]
+    without = run_ranks(train_with_replay, ranks, experts, tmp_path, text, trainer_class, False)
+    assert results[0][2][0] == pytest.approx(without[0][2][0], rel=1e-4, abs=1e-5), "weights were the same"
+    assert results[0][2][-1] != pytest.approx(without[0][2][-1], rel=1e-3)
 
 
-# A task that can be learned: a full stop after six tokens
+# Learnable task: a full stop after six tokens
 
 
 def ends_in_time(completion_ids, stop, **kwargs):
@@ -346,7 +354,7 @@ def ends_in_time(completion_ids, stop, **kwargs):
     return [1 - abs(place - 6) / 6 for place in places]
 
 
-def learned(path, output, text):
+def train_on_task(path, output, text):
     layout = None if text is None else test_base.layout(text)
     model = test_base.policy(path, layout, GRPOTrainer)
     stop = AutoTokenizer.from_pretrained(path)(".")["input_ids"][-1]
@@ -359,47 +367,47 @@ def learned(path, output, text):
     return [entry["reward"] for entry in trainer.state.log_history if "reward" in entry]
 
 
-def test_a_task_is_learned(stories, tmp_path):
-    [alone] = run_ranks(learned, 1, stories, tmp_path, None, timeout=300)
+def test_task_is_learned(stories, tmp_path):
+    [alone] = run_ranks(train_on_task, 1, stories, tmp_path, None, timeout=300)
     assert alone[0] < 0.6 and alone[-1] > 0.9
     for text, ranks in (("pp2", 2), ("tp2+dp2", 4)):
-        found = run_ranks(learned, ranks, stories, tmp_path, text, timeout=300)
-        assert all(rewards == found[0] for rewards in found)
-        assert found[0][-1] > alone[-1] - 0.05, text
-        # The same samples, but for rounding.
-        assert text == "tp2+dp2" or found[0][:2] == pytest.approx(alone[:2], abs=0.02)
+        results = run_ranks(train_on_task, ranks, stories, tmp_path, text, timeout=300)
+        assert all(rewards == results[0] for rewards in results)
+        assert results[0][-1] > alone[-1] - 0.05, text
+        # Early samples match except for rounding.
+        assert text == "tp2+dp2" or results[0][:2] == pytest.approx(alone[:2], abs=0.02)
 
 
-# Faults
+# Seeded faults
 
 
-def world_gather(tensor):
+def gather_over_world(tensor):
     parts = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
     dist.all_gather(parts, tensor)
     return torch.cat(parts)
 
 
-def rewards_of_each_rank(model, monkeypatch):
-    monkeypatch.setattr(grpo_trainer, "gather", world_gather)
+def gather_rewards_over_world(model, monkeypatch):
+    monkeypatch.setattr(grpo_trainer, "gather", gather_over_world)
 
 
-def samples_of_the_first_replica(model, monkeypatch):
+def use_first_replica_samples(model, monkeypatch):
     monkeypatch.setattr(online, "data_parallel_group", lambda: None)
 
 
-def normaliser_of_all_ranks(model, monkeypatch):
+def normalize_by_all_ranks(model, monkeypatch):
     monkeypatch.setattr(Accelerator, "num_processes", property(lambda self: dist.get_world_size()))
 
 
-def reference_that_trains(model, monkeypatch):
+def use_policy_as_reference(model, monkeypatch):
     monkeypatch.setattr(grpo_trainer, "create_model_from_path", lambda *args, **kwargs: model)
 
 
-def stale_weights(model, monkeypatch):
+def generate_with_initial_weights(model, monkeypatch):
     model.generate = test_base.policy(model.config._name_or_path, parallel_state(model).config, GRPOTrainer).generate
 
 
-def unsynchronized_samples(model, monkeypatch):
+def sample_with_unsynchronized_rng(model, monkeypatch):
     original = model.generate
 
     def generate(*args, **kwargs):
@@ -410,23 +418,23 @@ def unsynchronized_samples(model, monkeypatch):
     model.generate = generate
 
 
-def samples_of_each_rank(model, monkeypatch):
-    recorded(model)
+def skip_sample_shuffling(model, monkeypatch):
+    use_recorded_completions(model)
     monkeypatch.setattr(grpo_trainer, "shuffle_sequence_dict", lambda rows: rows)
 
 
 FAULTS = {
-    rewards_of_each_rank: ("tp2", {}),
-    samples_of_the_first_replica: ("dp2", {"num_generations": 8, **RECORDED}),
-    normaliser_of_all_ranks: ("pp2", {}),
-    reference_that_trains: ("tp2", {}),
-    stale_weights: ("pp2", {"learning_rate": 2e-3}),
-    unsynchronized_samples: ("tp2", {"generation_kwargs": {"min_new_tokens": 8}}),
-    samples_of_each_rank: ("dp2", OFF_POLICY | RECORDED),
+    gather_rewards_over_world: ("tp2", {}),
+    use_first_replica_samples: ("dp2", {"num_generations": 8, **RECORDED}),
+    normalize_by_all_ranks: ("pp2", {}),
+    use_policy_as_reference: ("tp2", {}),
+    generate_with_initial_weights: ("pp2", {"learning_rate": 2e-3}),
+    sample_with_unsynchronized_rng: ("tp2", {"generation_kwargs": {"min_new_tokens": 8}}),
+    skip_sample_shuffling: ("dp2", OFF_POLICY | RECORDED),
 }
 
 
-def sabotaged(fault, before, model):
+def apply_fault(fault, before, model):
     if before is not None:
         before(model)
     if parallel_state(model) is not None:
@@ -434,21 +442,21 @@ def sabotaged(fault, before, model):
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_faults_are_found(stories, tmp_path, fault):
+def test_faults_are_detected(stories, tmp_path, fault):
     text, options = FAULTS[fault]
     options = {"max_steps": 3, "eval_strategy": "no"} | SIZES | REWARDS | options
     with pytest.raises((AssertionError, RankError)):
-        compare_with(fault, stories, tmp_path, text, options)
-    # Without it the same run is equal.
+        compare_with_fault(fault, stories, tmp_path, text, options)
+    # Without the fault the same run matches.
     compare(stories, tmp_path, text, GRPOTrainer, prompts, **ROUNDING, **options)
 
 
-def compare_with(fault, stories, tmp_path, text, options):
-    options = options | {"prepare": functools.partial(sabotaged, fault, options.get("prepare"))}
+def compare_with_fault(fault, stories, tmp_path, text, options):
+    options = options | {"prepare": functools.partial(apply_fault, fault, options.get("prepare"))}
     compare(stories, tmp_path, text, GRPOTrainer, prompts, **ROUNDING, **options)
 
 
-# Rewards, sizes and what is refused
+# Rewards, batch sizes and rejected options
 
 
 def reward_model(path, config):
@@ -459,12 +467,12 @@ def reward_model(path, config):
 
 
 @pytest.mark.parametrize("text", ["tp2", "pp2"])
-def test_a_reward_model(stories, tmp_path, text):
+def test_reward_model(stories, tmp_path, text):
     options = {"max_steps": 2, "eval_strategy": "no"} | SIZES
     compare(stories, tmp_path, text, GRPOTrainer, prompts, rewards_of={"model": reward_model}, **ROUNDING, **options)
 
 
-def trainer_of(
+def make_trainer(
     path, output, text, reward, trainer_class=GRPOTrainer, config_class=GRPOConfig, rows=8, more=(), **given
 ):
     model = test_base.policy(path, test_base.layout(text), trainer_class)
@@ -478,7 +486,7 @@ def trainer_of(
     )
 
 
-def test_functions_are_called_once_for_ranks_that_share_prompts(stories, tmp_path):
+def test_reward_functions_are_called_once_per_replica(stories, tmp_path):
     def train():
         calls = []
 
@@ -489,41 +497,41 @@ def test_functions_are_called_once_for_ranks_that_share_prompts(stories, tmp_pat
         def now(completions, log_metric, **kwargs):
             calls.append(len(completions))
             log_metric("calls", len(calls))
-            # What differs from rank to rank.
+            # The rewards differ by rank.
             return [float(dist.get_rank() + number) for number in range(len(completions))]
 
-        trainer = trainer_of(stories, tmp_path, "tp2+pp2+dp2", [later, now], per_device_train_batch_size=2)
+        trainer = make_trainer(stories, tmp_path, "tp2+pp2+dp2", [later, now], per_device_train_batch_size=2)
         trainer.train()
         log = trainer.state.log_history[0]
         names = ("rewards/later/mean", "rewards/now/mean", "calls", "num_tokens")
         return calls, [log[name] for name in names], len(trainer._logs["completion"])
 
-    found = run_ranks(train, 8)
-    called = [calls for calls, _, _ in found if calls]
+    results = run_ranks(train, 8)
+    called = [calls for calls, _, _ in results if calls]
     assert called == [[4, 4], [4, 4]], "once for each of the two replicas"
-    assert all(log == found[0][1] and count == 8 for _, log, count in found), "every rank logs the same"
+    assert all(log == results[0][1] and count == 8 for _, log, count in results), "every rank logs the same"
 
 
-def test_a_reward_function_that_fails_ends_all_ranks(stories, tmp_path):
-    def failing(completions, **kwargs):
+def test_failing_reward_function_stops_all_ranks(stories, tmp_path):
+    def raise_error(completions, **kwargs):
         raise ValueError("no such judge")
 
     def train():
         with pytest.raises((ValueError, RuntimeError), match="no such judge"):
-            trainer_of(stories, tmp_path, "pp2", failing).train()
+            make_trainer(stories, tmp_path, "pp2", raise_error).train()
 
     run_ranks(train, 2)
 
 
-def test_a_split_model_in_a_reward_function_is_refused(stories, tmp_path):
+def test_parallelized_judge_in_reward_function_is_rejected(stories, tmp_path):
     def train():
         judge = reward_model(stories, test_base.layout("tp2"))
 
-        def judged(completions, **kwargs):
+        def judge_completions(completions, **kwargs):
             return judge(torch.ones(len(completions), 4, dtype=torch.long)).logits[:, 0].tolist()
 
         with pytest.raises((UnsupportedError, RuntimeError), match="Pass the model itself in reward_funcs"):
-            trainer_of(stories, tmp_path, "tp2", judged).train()
+            make_trainer(stories, tmp_path, "tp2", judge_completions).train()
 
     run_ranks(train, 2)
 
@@ -538,8 +546,8 @@ def test_a_split_model_in_a_reward_function_is_refused(stories, tmp_path):
     ],
 )
 @pytest.mark.parametrize("config_class", [GRPOConfig, RLOOConfig])
-def test_sizes_count_replicas(stories, tmp_path, given, expected, config_class):
-    """Whether they are known when the arguments are made, or only in the trainer."""
+def test_generation_batch_sizes_count_replicas(stories, tmp_path, given, expected, config_class):
+    """Covers arguments created after the model, and before it, where replicas are not yet known."""
     trainer_class = {GRPOConfig: GRPOTrainer, RLOOConfig: RLOOTrainer}[config_class]
     arguments = test_base.DEFAULTS | SIZES | {"report_to": "none"} | given
 
@@ -555,10 +563,10 @@ def test_sizes_count_replicas(stories, tmp_path, given, expected, config_class):
         assert run_ranks(build, 2, knows) == [expected] * 2
 
 
-def test_arguments_that_were_made_before_the_library_was_there(stories, tmp_path):
+def test_arguments_created_before_import_are_rejected(stories, tmp_path):
     def build():
         args = GRPOConfig(str(tmp_path), **(test_base.DEFAULTS | SIZES))
-        # As stock derives it.
+        # Value as derived by stock TRL.
         del vars(args)["_hf_megatron_given"]
         args.generation_batch_size = 16
         model = test_base.policy(stories, test_base.layout("tp2"), GRPOTrainer)
@@ -594,27 +602,27 @@ TWO_ROWS = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 1}
         ("pp2", {"more": {"tools": [vowels]}}, "GRPOTrainer.tools=.*sharded over 2 ranks"),
     ],
 )
-def test_what_is_refused(stories, tmp_path, text, given, message):
+def test_unsupported_options_are_rejected(stories, tmp_path, text, given, message):
     def build():
         with pytest.raises((ConfigError, UnsupportedError), match=message):
-            trainer_of(stories, tmp_path, text, vowels, **given)
+            make_trainer(stories, tmp_path, text, vowels, **given)
 
     run_ranks(build, 2)
 
 
-def test_evaluation_of_rows_that_replicas_would_repeat_is_refused(stories, tmp_path):
+def test_evaluation_with_repeated_samples_is_rejected(stories, tmp_path):
     def build():
-        trainer = trainer_of(stories, tmp_path, "dp2", vowels, per_device_eval_batch_size=4)
+        trainer = make_trainer(stories, tmp_path, "dp2", vowels, per_device_eval_batch_size=4)
         with pytest.raises(UnsupportedError, match="the last of 2 batches of 8 samples has 4"):
             trainer.evaluate(Dataset.from_list(prompts(3)))
 
     run_ranks(build, 2)
 
 
-# Frozen models laid out otherwise
+# Frozen models with other layouts
 
 
-def with_frozen(text, **frozen):
+def make_frozen_layout(text, **frozen):
     return dataclasses.replace(test_base.layout(text), frozen_models=frozen)
 
 
@@ -630,25 +638,25 @@ WHOLE_SHARDED = {"tp_size": 1, "pp_size": 1, "sequence_parallel": False, "zero_s
         ("tp2+pp2", {"reference": WHOLE_SHARDED, "reward": {"pp_size": 1}}),
     ],
 )
-def test_frozen_models_with_layouts_of_their_own(stories, tmp_path, monkeypatch, text, frozen):
-    # Of equal models the better reward is a matter of rounding.
+def test_frozen_models_with_separate_layouts(stories, tmp_path, monkeypatch, text, frozen):
+    # With equal models, rounding decides which reward is better.
     monkeypatch.setattr(test_base, "UNEQUAL", (*test_base.UNEQUAL, "accuracies"))
     path = tmp_path / "reward"
     if "reward" in frozen:
         run_ranks(save_reward_model, 1, stories, path)
     options = SIZES | (RECORDED if "dp" in text else {}) | {"max_steps": 2, "eval_strategy": "no"}
-    options["rewards_of"] = {"path": functools.partial(named, path)} if "reward" in frozen else {"path": function}
-    layout = with_frozen(text, **frozen)
+    options["rewards_of"] = {"path": functools.partial(get_path, path)} if "reward" in frozen else {"path": get_vowels}
+    layout = make_frozen_layout(text, **frozen)
     compare(stories, tmp_path, layout, GRPOTrainer, prompts, **ROUNDING, **options)
     if "reward" not in frozen:
         compare(stories, tmp_path, layout, DPOTrainer, preferences, max_steps=2, eval_steps=2)
 
 
-def named(value, path, config):
+def get_path(value, path, config):
     return str(value)
 
 
-def function(path, config):
+def get_vowels(path, config):
     return vowels
 
 
@@ -669,6 +677,6 @@ def save_reward_model(stories, path):
         ),
     ],
 )
-def test_layouts_of_frozen_models_that_cannot_be(frozen, message):
+def test_invalid_frozen_model_layouts_raise(frozen, message):
     with pytest.raises(ConfigError, match=message):
         MegatronConfig(tp_size=2, frozen_models=frozen)

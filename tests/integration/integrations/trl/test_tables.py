@@ -1,4 +1,4 @@
-"""TRL's trainers take Megatron's samples in Megatron's order, as tables, and go on with the next."""
+"""Tests that TRL trainers read tables of Megatron's samples in Megatron's order and resume with the next sample."""
 
 import random
 
@@ -36,23 +36,23 @@ def prefix(tmp_path_factory):
     return str(prefix)
 
 
-def dataset_of(prefix, **options):
+def make_dataset(prefix, **options):
     return PretrainingDataset(prefix, LENGTH, SAMPLES, eod_token=2, eod_mask_loss=True, **options)
 
 
 def train(stories, prefix, output, sizes, *, rows, steps, stop=None, resume=None, table=True, edit=lambda rows: rows):
-    """Returns the rows of each call of this rank's replica, its dp rank, and losses."""
+    """Returns the samples of each microbatch of this replica, its dp rank, and the losses."""
     layout = {} if sizes is None else {"megatron_config": MegatronConfig(**sizes)}
-    model, dataset, ids = AutoModelForCausalLM.from_pretrained(stories, **layout), dataset_of(prefix), []
-    given = {
+    model, dataset, ids = AutoModelForCausalLM.from_pretrained(stories, **layout), make_dataset(prefix), []
+    options = {
         "per_device_train_batch_size": rows, "max_steps": steps, "gradient_accumulation_steps": 2,
         "save_strategy": "no" if stop is None else "steps", "save_steps": stop or 1, **OPTIONS,
     }  # fmt: skip
     if table:
-        arguments = SFTConfig(str(output), dataset_kwargs={"skip_prepare_dataset": True}, **given)
+        arguments = SFTConfig(str(output), dataset_kwargs={"skip_prepare_dataset": True}, **options)
         trainer = SFTTrainer(model, arguments, train_dataset=edit(build_table(dataset)))
     else:
-        trainer = Trainer(model, TrainingArguments(str(output), **given), default_data_collator, dataset)
+        trainer = Trainer(model, TrainingArguments(str(output), **options), default_data_collator, dataset)
     original = trainer.compute_loss
 
     def compute_loss(model, inputs, *args, **kwargs):
@@ -68,42 +68,42 @@ def train(stories, prefix, output, sizes, *, rows, steps, stop=None, resume=None
     return ids, 0 if state is None else state.mesh.dp_rank, losses
 
 
-def test_losses_and_rows_are_those_of_trainer(stories, prefix, tmp_path):
-    samples = [dataset_of(prefix)[sample]["input_ids"].tolist() for sample in range(SAMPLES)]
+def test_losses_and_samples_match_trainer(stories, prefix, tmp_path):
+    samples = [make_dataset(prefix)[sample]["input_ids"].tolist() for sample in range(SAMPLES)]
     [(_, _, losses)] = run_ranks(train, 1, stories, prefix, tmp_path, None, rows=4, steps=3, table=False)
     for sizes, ranks in ((None, 1), ({"tp_size": 2}, 2), ({"dp_size": 2}, 2)):
         replicas = (sizes or {}).get("dp_size", 1)
-        found = run_ranks(train, ranks, stories, prefix, tmp_path, sizes, rows=4 // replicas, steps=3)
-        assert found[0][2] == pytest.approx(losses, abs=2e-4)
-        for ids, rank, _ in found:
+        results = run_ranks(train, ranks, stories, prefix, tmp_path, sizes, rows=4 // replicas, steps=3)
+        assert results[0][2] == pytest.approx(losses, abs=2e-4)
+        for ids, rank, _ in results:
             each = 4 // replicas
             assert ids == [samples[4 * call + each * rank :][:each] for call in range(6)]
 
 
-def test_they_go_on_with_the_next(stories, prefix, tmp_path):
-    samples = [dataset_of(prefix)[sample]["input_ids"].tolist() for sample in range(SAMPLES)]
+def test_training_resumes_with_the_next_samples(stories, prefix, tmp_path):
+    samples = [make_dataset(prefix)[sample]["input_ids"].tolist() for sample in range(SAMPLES)]
     run_ranks(train, 2, stories, prefix, tmp_path, {"tp_size": 2}, rows=2, steps=3, stop=2)
     resume = str(tmp_path / "checkpoint-2")
     for ids, rank, _ in run_ranks(train, 2, stories, prefix, tmp_path, {"dp_size": 2}, rows=3, steps=4, resume=resume):
         assert ids == [samples[8 + 6 * call + 3 * rank :][:3] for call in range(4)]
 
 
-def shuffled(table):
+def shuffle_table(table):
     return table.shuffle(seed=1)
 
 
-def part(table):
+def select_part(table):
     return table.select(range(8))
 
 
-@pytest.mark.parametrize("edit", [shuffled, part])
-def test_tables_that_were_changed_are_refused(stories, prefix, tmp_path, edit):
+@pytest.mark.parametrize("edit", [shuffle_table, select_part])
+def test_reordered_tables_are_rejected(stories, prefix, tmp_path, edit):
     with pytest.raises(DataError, match="samples were moved or removed"):
         train(stories, prefix, tmp_path, None, rows=4, steps=2, edit=edit)
 
 
-def test_collators_that_make_labels_are_refused(stories, prefix, tmp_path):
-    """Of the rows themselves, without what the dataset ignores."""
+def test_label_replacing_collators_are_rejected(stories, prefix, tmp_path):
+    """Labels copied from the inputs would include tokens that the dataset ignores."""
     tokenizer = AutoTokenizer.from_pretrained(stories, pad_token="</s>")
     arguments = TrainingArguments(str(tmp_path), max_steps=1, **OPTIONS)
     model, collator = (
@@ -111,17 +111,17 @@ def test_collators_that_make_labels_are_refused(stories, prefix, tmp_path):
         DataCollatorForLanguageModeling(tokenizer, mlm=False),
     )
     with pytest.raises(DataError, match="DataCollatorForLanguageModeling replaces the labels"):
-        Trainer(model, arguments, collator, build_table(dataset_of(prefix))).train()
+        Trainer(model, arguments, collator, build_table(make_dataset(prefix))).train()
 
 
-def test_rows_have_labels_that_models_shift(prefix):
-    dataset = dataset_of(prefix)
+def test_table_labels_are_unshifted(prefix):
+    dataset = make_dataset(prefix)
     table = build_table(WithoutSamples(dataset, [(1, 3)]))
     assert has_own_order(table) and len(table) == len(dataset) - 2
     for number, sample in ((0, 0), (1, 3)):
         assert table[number]["input_ids"][:LENGTH] == dataset[sample]["input_ids"].tolist()
         assert table[number]["labels"] == [-100, *dataset[sample]["labels"].tolist()]
     with pytest.raises(DataError, match="TRL drops position_ids"):
-        build_table(dataset_of(prefix, restart="eod"))
+        build_table(make_dataset(prefix, restart="eod"))
     with pytest.raises(DataError, match="list: expected a dataset"):
         build_table([])
