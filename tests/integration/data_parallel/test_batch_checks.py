@@ -1,4 +1,4 @@
-"""Ranks of one replica that are given different batches."""
+"""Tests of the check that all ranks of a replica get the same batch."""
 
 import pytest
 import torch
@@ -22,25 +22,25 @@ def folder(tmp_path_factory):
 
 @pytest.mark.parametrize("name", ["input_ids", "attention_mask"])
 @pytest.mark.parametrize("text", ["tp2", "pp2", "tp2+pp2"])
-def test_other_rows_are_noticed_on_all_ranks(folder, text, name):
+def test_different_samples_are_detected_on_all_ranks(folder, text, name):
     def on_rank():
         model = load(folder, text)
-        given = make_batch(0) | {"attention_mask": torch.ones(4, 9, dtype=torch.long)}
-        model(**given).loss.backward()
-        other = given | {name: given[name].roll(dist.get_rank(), dims=0).clone()}
-        other["attention_mask"][dist.get_rank(), -1] = 0 if name == "attention_mask" else 1
+        inputs = batch(0) | {"attention_mask": torch.ones(4, 9, dtype=torch.long)}
+        model(**inputs).loss.backward()
+        changed = inputs | {name: inputs[name].roll(dist.get_rank(), dims=0).clone()}
+        changed["attention_mask"][dist.get_rank(), -1] = 0 if name == "attention_mask" else 1
         with pytest.raises(ConfigError, match=rf"{name}: the (tp|pp) ranks .* different values \(call 2 of the model"):
-            model(**other)
-        # Compared again in the fourth call.
-        return model(**given).loss.item()
+            model(**changed)
+        # The batch is compared again in the fourth call.
+        return model(**inputs).loss.item()
 
     losses = run_ranks(on_rank, count_ranks(parse_layout(text)))
     assert losses == [losses[0]] * len(losses)
 
 
 @pytest.mark.parametrize("text", ["tp2", "pp2"])
-def test_a_rank_that_went_another_way_is_named(folder, text):
-    """As after an error that the loop catches on one rank alone."""
+def test_mismatched_collective_is_reported(folder, text):
+    """Ranks may reach different collectives after an error that the loop catches on one rank only."""
 
     def on_rank():
         model = load(folder, text)
@@ -57,11 +57,11 @@ def test_a_rank_that_went_another_way_is_named(folder, text):
     run_ranks(on_rank, 2)
 
 
-def test_replicas_have_batches_of_their_own(folder):
+def test_replicas_take_different_batches(folder):
     def on_rank():
         model = load(folder, "tp2+dp2")
-        model(**make_batch(dist.get_rank() // 2)).loss.backward()
-        # Nobody leaves while others still send what they reduce.
+        model(**batch(dist.get_rank() // 2)).loss.backward()
+        # No rank exits while others still send gradients.
         dist.barrier()
 
     run_ranks(on_rank, 4)

@@ -1,4 +1,4 @@
-"""Models whose parts were changed after loading: followed, or an error before the first step."""
+"""Tests of models whose modules are changed after loading: supported, or an error before the first step."""
 
 import pytest
 import torch
@@ -16,16 +16,16 @@ class Scaled(nn.Module):
         return weight * 1.1
 
 
-def parametrize_a_norm(model):
+def parametrize_norm(model):
     nn.utils.parametrize.register_parametrization(model.model.layers[0].input_layernorm, "weight", Scaled())
 
 
-def remove_the_last_layer(model):
+def remove_last_layer(model):
     model.model.layers = model.model.layers[:1]
     model.config.num_hidden_layers = 1
 
 
-def remove_the_first_layer(model):
+def remove_first_layer(model):
     model.model.layers = model.model.layers[1:]
     model.model.layers[0].self_attn.layer_idx = 0
     model.config.num_hidden_layers = 1
@@ -48,8 +48,8 @@ def call_with_other_parameters(model):
     torch.func.functional_call(model, others, args=(), kwargs=rows)
 
 
-def differentiate_by_function(model):
-    rows = local_samples(model, make_batch(0))
+def differentiate_functionally(model):
+    rows = local_samples(model, batch(0))
 
     def loss(parameters):
         return torch.func.functional_call(model, parameters, args=(), kwargs=rows).loss
@@ -57,7 +57,7 @@ def differentiate_by_function(model):
     torch.func.grad_and_value(loss)(dict(model.named_parameters()))
 
 
-def set_the_class(model):
+def replace_class(model):
     class Halved(type(model)):
         def forward(self, *args, **kwargs):
             outputs = super().forward(*args, **kwargs)
@@ -67,18 +67,18 @@ def set_the_class(model):
     model.__class__ = Halved
 
 
-def list_a_layer_twice(model):
+def repeat_layer(model):
     first, *others = model.model.layers
     model.model.layers = nn.ModuleList([first, first, *others])
     model.config.num_hidden_layers += 1
 
 
-def list_layers_backwards(model):
+def reverse_layers(model):
     model.model.layers = nn.ModuleList(reversed(list(model.model.layers)))
 
 
 class Adapted(nn.Module):
-    """As many write LoRA by hand."""
+    """A hand-written LoRA wrapper around a linear."""
 
     def __init__(self, base):
         super().__init__()
@@ -92,7 +92,7 @@ class Adapted(nn.Module):
 
 
 class AdaptedLinear(nn.Linear):
-    """With the weight of the linear that it replaces as its own."""
+    """A LoRA linear that takes over the weight of the linear that it replaces."""
 
     def __init__(self, base):
         nn.Module.__init__(self)
@@ -111,11 +111,11 @@ def add_adapters(model, kind=Adapted):
         layer.self_attn.q_proj = kind(layer.self_attn.q_proj)
 
 
-def add_adapters_with_the_weights(model):
+def add_adapters_owning_weights(model):
     add_adapters(model, AdaptedLinear)
 
 
-def add_a_value_head(model):
+def add_value_head(model):
     torch.manual_seed(3)
     model.value_head = nn.Linear(model.config.vocab_size, 1)
 
@@ -123,30 +123,30 @@ def add_a_value_head(model):
 @pytest.mark.parametrize(
     ("change", "text", "match"),
     [
-        (add_a_value_head, "tp2", "value_head.weight was added after the model was parallelized"),
-        (add_a_value_head, "pp2", "value_head.weight was added to a pipelined model after loading"),
-        (add_a_value_head, "dp2+zero3", "value_head.weight was added to a model with zero_stage=3 after loading"),
+        (add_value_head, "tp2", "value_head.weight was added after the model was parallelized"),
+        (add_value_head, "pp2", "value_head.weight was added to a pipelined model after loading"),
+        (add_value_head, "dp2+zero3", "value_head.weight was added to a model with zero_stage=3 after loading"),
         (add_adapters, "tp2", "layers.0.self_attn.q_proj.base.weight was added after the model was parallelized"),
         (add_adapters, "pp2", "q_proj of a LlamaAttention: it lies on stage"),
         (add_adapters, "dp2+zero3", "layers.0.self_attn.q_proj.down.weight was added to a model with zero_stage=3"),
-        (add_adapters_with_the_weights, "tp2", "q_proj.down.weight was added after the model was parallelized"),
-        (add_adapters_with_the_weights, "dp2+zero3", "q_proj.weight was added to a model with zero_stage=3"),
-        (list_a_layer_twice, "pp2", "lists the layers .0, 0, 1"),
-        (list_layers_backwards, "pp2", "lists the layers .1, 0"),
-        (remove_the_last_layer, "pp2", "lists the layers .0. "),
-        (set_the_class, "pp2", "Halved.forward was replaced after loading"),
-        (parametrize_a_norm, "tp2", "weight of a .* is no longer a parameter"),
-        (remove_the_last_layer, "tp2+sp", "first or last layer of model.layers was removed"),
-        (remove_the_first_layer, "tp2+sp", "first or last layer of model.layers was removed"),
+        (add_adapters_owning_weights, "tp2", "q_proj.down.weight was added after the model was parallelized"),
+        (add_adapters_owning_weights, "dp2+zero3", "q_proj.weight was added to a model with zero_stage=3"),
+        (repeat_layer, "pp2", "lists the layers .0, 0, 1"),
+        (reverse_layers, "pp2", "lists the layers .1, 0"),
+        (remove_last_layer, "pp2", "lists the layers .0. "),
+        (replace_class, "pp2", "Halved.forward was replaced after loading"),
+        (parametrize_norm, "tp2", "weight of a .* is no longer a parameter"),
+        (remove_last_layer, "tp2+sp", "first or last layer of model.layers was removed"),
+        (remove_first_layer, "tp2+sp", "first or last layer of model.layers was removed"),
         (untie_by_config, "pp2", "tie_word_embeddings was changed from True"),
         (differentiate_twice, "tp2", "cannot be differentiated twice"),
         (differentiate_twice, "tp2+sp", "cannot be differentiated twice"),
         (call_with_other_parameters, "dp2", "torch.func.functional_call"),
         (call_with_other_parameters, "pp2", "torch.func.functional_call"),
-        (differentiate_by_function, "dp2+zero3", "torch.func.functional_call"),
+        (differentiate_functionally, "dp2+zero3", "torch.func.functional_call"),
     ],
 )
-def test_refused(tiny, change, text, match):
+def test_changed_models_are_rejected(tiny, change, text, match):
     def on_rank():
         model = AutoModelForCausalLM.from_pretrained(tiny, megatron_config=parse_layout(text)).train()
         with pytest.raises(MegatronError, match=match):
@@ -156,8 +156,8 @@ def test_refused(tiny, change, text, match):
     run_ranks(on_rank, 2)
 
 
-def test_a_module_added_between_steps_is_refused(tiny):
-    """The parameters of a new optimizer are looked at again."""
+def test_module_added_between_steps_is_rejected(tiny):
+    """`prepare_optimizer` checks the parameters of each new optimizer."""
 
     def on_rank():
         model = AutoModelForCausalLM.from_pretrained(tiny, megatron_config=parse_layout("tp2")).train()
@@ -168,29 +168,29 @@ def test_a_module_added_between_steps_is_refused(tiny):
             optimizer.step()
 
         step()
-        add_a_value_head(model)
+        add_value_head(model)
         with pytest.raises(MegatronError, match="value_head.weight was added after the model was parallelized"):
             step()
 
     run_ranks(on_rank, 2)
 
 
-@pytest.mark.parametrize("change", [remove_the_last_layer, remove_the_first_layer])
+@pytest.mark.parametrize("change", [remove_last_layer, remove_first_layer])
 @pytest.mark.parametrize("text", ["tp2", "dp2"])
-def test_layers_are_removed(tiny, change, text):
+def test_removed_layers(tiny, change, text):
     def loss(config=None):
         model = AutoModelForCausalLM.from_pretrained(tiny, megatron_config=config).train()
         change(model)
         with torch.no_grad():
             return model.eval()(**make_batch(0)).loss.item()
 
-    for found in run_ranks(lambda: loss(parse_layout(text)), 2):
-        assert found == pytest.approx(loss(), rel=1e-5)
+    for value in run_ranks(lambda: loss(layout(text)), 2):
+        assert value == pytest.approx(loss(), rel=1e-5)
 
 
-@pytest.mark.parametrize("change", [add_a_value_head, add_adapters, add_adapters_with_the_weights])
+@pytest.mark.parametrize("change", [add_value_head, add_adapters, add_adapters_owning_weights])
 @pytest.mark.parametrize("text", ["dp2+zero0", "dp2", "dp2+zero2"])
-def test_modules_are_added(tiny, change, text):
+def test_added_modules_train(tiny, change, text):
     def train(config=None):
         model = AutoModelForCausalLM.from_pretrained(tiny, megatron_config=config).train()
         change(model)
@@ -201,8 +201,8 @@ def test_modules_are_added(tiny, change, text):
         for step in range(3):
             outputs = model(**local_samples(model, make_batch(step)))
             loss = outputs.loss
-            if change is add_a_value_head:
-                # Rows are as many on each rank, so that the mean over ranks is that of all.
+            if change is add_value_head:
+                # All ranks have equally many samples, so that the mean over ranks is the global mean.
                 loss = loss + model.value_head(outputs.logits).pow(2).mean()
             loss.backward()
             norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), 0.5)))
@@ -211,21 +211,21 @@ def test_modules_are_added(tiny, change, text):
         return norms
 
     [expected] = run_ranks(train, 1)
-    for found in run_ranks(lambda: train(parse_layout(text)), 2):
-        assert found == pytest.approx(expected, rel=1e-4)
+    for values in run_ranks(lambda: train(layout(text)), 2):
+        assert values == pytest.approx(expected, rel=1e-4)
 
 
-def exchange_the_head(model):
+def replace_head(model):
     torch.manual_seed(3)
     model.lm_head = nn.Linear(model.config.hidden_size, model.config.vocab_size, bias=False)
 
 
-def exchange_the_embedding(model):
+def replace_embedding(model):
     torch.manual_seed(4)
     model.set_input_embeddings(nn.Embedding(model.config.vocab_size, model.config.hidden_size))
 
 
-def exchange_layers(model):
+def replace_layers(model):
     torch.manual_seed(5)
     for index in range(model.config.num_hidden_layers):
         model.model.layers[index] = type(model)._from_config(model.config).model.layers[index]
@@ -244,25 +244,25 @@ def wrap_layers(model):
         model.model.layers[index] = Wrapped(layer)
 
 
-def losses_and_norms(path, change, config):
+def measure_losses_and_norms(path, change, config):
     model = AutoModelForCausalLM.from_pretrained(path, megatron_config=config).train()
     change(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    found = []
+    values = []
     for step in range(3):
         loss = model(**make_batch(step)).loss
         loss.backward()
-        found += [loss.item(), float(nn.utils.clip_grad_norm_(model.parameters(), 0.5))]
+        values += [loss.item(), float(nn.utils.clip_grad_norm_(model.parameters(), 0.5))]
         optimizer.step()
         optimizer.zero_grad()
-    return found
+    return values
 
 
-@pytest.mark.parametrize("change", [exchange_the_head, exchange_the_embedding, exchange_layers, wrap_layers])
-def test_exchanged_modules_stay_on_their_stages(tiny_uneven, change):
-    [expected] = run_ranks(losses_and_norms, 1, tiny_uneven, change, None)
-    for found in run_ranks(losses_and_norms, 2, tiny_uneven, change, parse_layout("pp2")):
-        assert found == pytest.approx(expected, rel=1e-5)
+@pytest.mark.parametrize("change", [replace_head, replace_embedding, replace_layers, wrap_layers])
+def test_replaced_modules_stay_on_their_stages(tiny_uneven, change):
+    [expected] = run_ranks(measure_losses_and_norms, 1, tiny_uneven, change, None)
+    for values in run_ranks(measure_losses_and_norms, 2, tiny_uneven, change, layout("pp2")):
+        assert values == pytest.approx(expected, rel=1e-5)
 
 
 def swap_layers(model):
@@ -270,12 +270,12 @@ def swap_layers(model):
     layers[0], layers[1] = layers[1], layers[0]
 
 
-def share_a_layer(model):
+def share_layer(model):
     model.model.layers[1] = model.model.layers[0]
 
 
-@pytest.mark.parametrize("change", [swap_layers, share_a_layer])
-def test_parts_of_a_pipeline_keep_their_places(tiny_uneven, change):
+@pytest.mark.parametrize("change", [swap_layers, share_layer])
+def test_pipeline_modules_cannot_be_rearranged(tiny_uneven, change):
     def on_rank():
         model = AutoModelForCausalLM.from_pretrained(tiny_uneven, megatron_config=parse_layout("pp2"))
         with pytest.raises(MegatronError, match="cannot be replaced by another module of the pipelined model"):
@@ -284,10 +284,10 @@ def test_parts_of_a_pipeline_keep_their_places(tiny_uneven, change):
     run_ranks(on_rank, 2)
 
 
-def test_an_exchanged_head_is_read_on_its_stage_only(tiny_uneven):
+def test_replaced_head_is_readable_on_its_stage_only(tiny_uneven):
     def on_rank():
-        model = AutoModelForCausalLM.from_pretrained(tiny_uneven, megatron_config=parse_layout("pp2"))
-        exchange_the_head(model)
+        model = AutoModelForCausalLM.from_pretrained(tiny_uneven, megatron_config=layout("pp2"))
+        replace_head(model)
         if torch.distributed.get_rank() == 1:
             return model.lm_head.weight.shape[0]
         with pytest.raises(MegatronError, match="not on this rank"):
@@ -298,8 +298,8 @@ def test_an_exchanged_head_is_read_on_its_stage_only(tiny_uneven):
     run_ranks(on_rank, 2)
 
 
-def test_the_class_of_layers_is_followed(tiny):
-    """Subclasses of a layer keep the forward that its class had, where transformers wraps it."""
+def test_patched_layer_class_is_followed(tiny):
+    """A `forward` patched on the layer class after loading is used, although subclasses keep the previous one."""
 
     def loss(config=None):
         model = AutoModelForCausalLM.from_pretrained(tiny, megatron_config=config).train()
@@ -314,5 +314,5 @@ def test_the_class_of_layers_is_followed(tiny):
 
     expected = loss()
     for text in ("pp2", "dp2+zero3"):
-        for found in run_ranks(lambda text=text: loss(parse_layout(text)), 2):
-            assert found == pytest.approx(expected, rel=1e-5)
+        for value in run_ranks(lambda text=text: loss(layout(text)), 2):
+            assert value == pytest.approx(expected, rel=1e-5)

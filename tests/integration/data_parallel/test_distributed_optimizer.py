@@ -1,4 +1,4 @@
-"""Optimizers on what a rank owns, against one process. Errors are in lengths of the way the weights have moved."""
+"""Tests of sharded optimizers against single-process training; errors are relative to the movement of the weights."""
 
 import copy
 import functools
@@ -40,13 +40,13 @@ def adamw(parameters, **kwargs):
     return torch.optim.AdamW(parameters, **({"lr": 1e-3, "eps": 1e-4} | kwargs))
 
 
-def groups(model):
+def make_param_groups(model):
     decays = [p for p in model.parameters() if p.ndim > 1]
     others = [p for p in model.parameters() if p.ndim == 1]
     return [{"params": others, "lr": 1e-2, "weight_decay": 0.0}, {"params": decays, "weight_decay": 0.5}]
 
 
-# What each class is made with; eps keeps round-off in gradients near zero from becoming whole steps.
+# Arguments of each class; eps keeps round-off in gradients near zero from becoming full steps.
 ARGUMENTS = {
     "ASGD": {"lr": 1e-1},
     "Adadelta": {"lr": 1.0, "eps": 1e-4},
@@ -62,7 +62,7 @@ ARGUMENTS = {
 }
 
 
-def _makers():
+def _make_factories():
     makers = {
         name: lambda model, name=name: getattr(torch.optim, name)(model.parameters(), **ARGUMENTS[name])
         for name in sorted(optimizers.ELEMENTWISE["torch"])
@@ -74,76 +74,74 @@ def _makers():
     makers["Adagrad that starts at 0.5"] = lambda model: torch.optim.Adagrad(
         model.parameters(), lr=1e-3, initial_accumulator_value=0.5
     )
-    makers["AdamW with groups"] = lambda model: adamw(groups(model))
+    makers["AdamW with groups"] = lambda model: adamw(make_param_groups(model))
     return makers
 
 
-MAKERS = _makers()
+MAKERS = _make_factories()
 
 
 def train_with_each(path, config):
-    """The weights that every optimizer leaves, by name."""
-    model = load_model(path, config)
-    start, found = clone_parameters(model), {}
+    """Returns the trained weights by name of the optimizer."""
+    model = load(path, config)
+    start, trained_weights = snapshot(model), {}
     for name, make in MAKERS.items():
         restore_parameters(model, start)
         train(model, prepare_optimizer(make(model)))
-        found[name] = gather_weights(model)
-    return found
+        trained_weights[name] = weights(model)
+    return trained_weights
 
 
 @pytest.fixture(scope="module")
 def by_optimizer(stories):
     @functools.cache
-    def trained(text):
+    def train_layout(text):
         if text is None:
             return train_with_each(stories, None)
         config = parse_layout(text)
         return [full for full in run_ranks(train_with_each, count_ranks(config), stories, config) if full["SGD"]]
 
-    return trained
+    return train_layout
 
 
 @pytest.mark.parametrize("text", ["dp2", "tp2+dp2"])
 @pytest.mark.parametrize("name", MAKERS)
 def test_elementwise_optimizers(stories, by_optimizer, name, text):
-    start, expected, found = gather_weights(load_model(stories)), by_optimizer(None)[name], by_optimizer(text)
-    assert len(found) == 2
-    for full in found:
-        assert measure_movement_error(full[name], expected, start) < LIMIT
+    start, expected, results = weights(load(stories)), by_optimizer(None)[name], by_optimizer(text)
+    assert len(results) == 2
+    for full in results:
+        assert movement_error(full[name], expected, start) < LIMIT
 
 
-def test_every_known_class_of_torch_is_tested():
+def test_all_elementwise_torch_classes_are_covered():
     assert set(ARGUMENTS) == optimizers.ELEMENTWISE["torch"]
 
 
 # Seeded faults of this file's comparison
 
 
-def own_part_only():
+def skip_param_all_gather():
     optimizers.ShardedOptimizer.publish = lambda self: None
 
 
-def one_owner_off():
-    """Each rank steps on a neighbour's gradients."""
+def roll_gradients():
+    """Each entry is updated with the gradient of its neighbor in the local segment."""
     original = grad_reducer.GradientReducer.gradient
 
     def gradient(self, parameter):
-        found = original(self, parameter)
-        return None if found is None else found.roll(1)
+        shard = original(self, parameter)
+        return None if shard is None else shard.roll(1)
 
     grad_reducer.GradientReducer.gradient = gradient
 
 
-@pytest.mark.parametrize("fault", [own_part_only, one_owner_off], ids=lambda fault: fault.__name__)
-def test_faults_are_found(stories, fault):
-    error = measure_error(
-        stories, lambda m: train(m, prepare_optimizer(adamw(m.parameters()))), parse_layout("dp2"), fault
-    )
+@pytest.mark.parametrize("fault", [skip_param_all_gather, roll_gradients], ids=lambda fault: fault.__name__)
+def test_faults_are_detected(stories, fault):
+    error = error_of(stories, lambda m: train(m, prepare_optimizer(adamw(m.parameters()))), layout("dp2"), fault)
     assert error > 100 * LIMIT
 
 
-def test_a_learning_rate_one_percent_off_is_found(stories):
+def test_wrong_learning_rate_is_detected(stories):
     def run(model):
         factor = 1.0 if parallel_state(model) is None else 1.01
         train(model, prepare_optimizer(adamw(model.parameters(), lr=1e-3 * factor)))
@@ -155,9 +153,9 @@ def test_a_learning_rate_one_percent_off_is_found(stories):
 
 
 @pytest.mark.parametrize("text", ["dp2", "tp2+dp2"])
-def test_schedulers_made_before_and_after(stories, text):
+def test_schedulers_created_before_and_after_prepare(stories, text):
     def run(model, before=0.5):
-        optimizer = adamw(groups(model))
+        optimizer = adamw(make_param_groups(model))
         first = ExponentialLR(optimizer, before)
         optimizer = prepare_optimizer(optimizer)
         second = ExponentialLR(optimizer, 0.7)
@@ -168,10 +166,10 @@ def test_schedulers_made_before_and_after(stories, text):
 
 
 @pytest.mark.parametrize("text", ["dp2", "tp2+dp2+zero2", "dp2+zero3"])
-def test_state_dict_round_trip_continues_bit_equal(stories, text):
+def test_state_dict_round_trip_is_bitwise_identical(stories, text):
     def on_rank():
-        model = load_model(stories, parse_layout(text))
-        optimizer = prepare_optimizer(adamw(groups(model)))
+        model = load(stories, layout(text))
+        optimizer = prepare_optimizer(adamw(make_param_groups(model)))
         train(model, optimizer, 2)
         state, middle = copy.deepcopy(optimizer.state_dict()), clone_parameters(model)
         names = {name for name, _ in model.named_parameters()}
@@ -182,19 +180,19 @@ def test_state_dict_round_trip_continues_bit_equal(stories, text):
 
         results = []
         for load_it in (True, False):
-            restore_parameters(model, middle)
-            again = prepare_optimizer(adamw(groups(model)))
+            restore(model, middle)
+            again = prepare_optimizer(adamw(make_param_groups(model)))
             if load_it:
                 again.load_state_dict(state)
             train(model, again, 2, first=2)
             results.append(parameters_unchanged(model, expected))
         return results
 
-    # Without its state an optimizer goes elsewhere.
-    assert run_ranks(on_rank, count_ranks(parse_layout(text))) == [[True, False]] * count_ranks(parse_layout(text))
+    # Without its state the optimizer reaches other weights.
+    assert run_ranks(on_rank, ranks_of(layout(text))) == [[True, False]] * ranks_of(layout(text))
 
 
-def test_state_of_unknown_parameters_is_refused(stories):
+def test_state_with_unknown_parameters_is_rejected(stories):
     def on_rank():
         model = load_model(stories, parse_layout("dp2"))
         optimizer = prepare_optimizer(adamw(model.parameters()))
@@ -206,7 +204,7 @@ def test_state_of_unknown_parameters_is_refused(stories):
     run_ranks(on_rank, 2)
 
 
-def test_state_shrinks_with_the_dp_ranks(stories):
+def test_state_shrinks_with_dp_size(stories):
     def state_bytes(config=None):
         model = load_model(stories, config)
         optimizer = prepare_optimizer(adamw(model.parameters()))
@@ -216,13 +214,13 @@ def test_state_shrinks_with_the_dp_ranks(stories):
 
     full_bytes = state_bytes()
     for ranks in (2, 4):
-        for found in run_ranks(state_bytes, ranks, MegatronConfig(dp_size=ranks)):
-            assert found == pytest.approx(full_bytes / ranks, rel=0.02)
-    for found in run_ranks(state_bytes, 2, MegatronConfig(dp_size=2, zero_stage=0)):
-        assert found == full_bytes
+        for local_bytes in run_ranks(state_bytes, ranks, MegatronConfig(dp_size=ranks)):
+            assert local_bytes == pytest.approx(full_bytes / ranks, rel=0.02)
+    for local_bytes in run_ranks(state_bytes, 2, MegatronConfig(dp_size=2, zero_stage=0)):
+        assert local_bytes == full_bytes
 
 
-def test_optimizers_of_the_past_are_freed(stories):
+def test_deleted_optimizers_are_freed(stories):
     import gc
     import weakref
 
@@ -230,35 +228,35 @@ def test_optimizers_of_the_past_are_freed(stories):
         model = load_model(stories, parse_layout("dp2"))
         optimizer = prepare_optimizer(adamw(model.parameters()))
         train(model, optimizer, 1)
-        gone = weakref.ref(optimizer)
+        reference = weakref.ref(optimizer)
         del optimizer
         gc.collect()
-        return gone() is None
+        return reference() is None
 
     assert run_ranks(on_rank, 2) == [True, True]
 
 
-# Which parameters
+# Parameter selection
 
 
-def freeze(model, *trainable):
+def freeze_except(model, *trainable):
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(any(part in name for part in trainable))
 
 
 @pytest.mark.parametrize("text", ["dp2", "dp2+zero0", "tp2+sp+dp2+zero2", "dp2+zero3"])
-def test_frozen_then_unfrozen_then_frozen(stories, text):
-    """The optimizer has held all parameters from the start."""
+def test_freezing_and_unfreezing(stories, text):
+    """The optimizer holds all parameters from the start."""
 
     def run(model):
         optimizer = prepare_optimizer(adamw(model.parameters(), weight_decay=0.5))
-        freeze(model, "q_proj")
+        freeze_except(model, "q_proj")
         train(model, optimizer, 2)
-        freeze(model, "q_proj", "layernorm", "mlp")
+        freeze_except(model, "q_proj", "layernorm", "mlp")
         train(model, optimizer, 2, first=2)
         optimizer.zero_grad()
-        before = clone_parameters(model)
-        freeze(model, "mlp")
+        before = snapshot(model)
+        freeze_except(model, "mlp")
         train(model, optimizer, 1, first=4)
         optimizer.zero_grad()
         for name, value in clone_parameters(model).items():
@@ -268,12 +266,12 @@ def test_frozen_then_unfrozen_then_frozen(stories, text):
 
 
 @pytest.mark.parametrize("text", ["dp2", "dp2+zero0", "tp2+sp+dp2+zero2", "dp2+zero3"])
-def test_unfrozen_and_added_as_a_group(stories, text):
+def test_unfrozen_parameters_added_as_group(stories, text):
     def run(model):
-        freeze(model, "q_proj")
+        freeze_except(model, "q_proj")
         optimizer = prepare_optimizer(adamw([p for p in model.parameters() if p.requires_grad]))
         train(model, optimizer, 2)
-        freeze(model, "q_proj", "down_proj", "layernorm")
+        freeze_except(model, "q_proj", "down_proj", "layernorm")
         added = [p for n, p in model.named_parameters() if "down_proj" in n or "layernorm" in n]
         optimizer.add_param_group({"params": added, "lr": 1e-2})
         train(model, optimizer, 2, first=2)
@@ -282,8 +280,8 @@ def test_unfrozen_and_added_as_a_group(stories, text):
 
 
 @pytest.mark.parametrize("text", ["dp2", "tp2+dp2", "dp2+zero0"])
-def test_two_optimizers_of_one_model(stories, text):
-    """`zero_grad` of one leaves the other's gradients, which go on adding up."""
+def test_two_optimizers_on_one_model(stories, text):
+    """`zero_grad` of one optimizer keeps the other's gradients, which continue to accumulate."""
 
     def run(model):
         mlp = [p for n, p in model.named_parameters() if "mlp" in n]
@@ -300,7 +298,7 @@ def test_two_optimizers_of_one_model(stories, text):
     assert measure_error(stories, run, parse_layout(text)) < LIMIT
 
 
-def test_a_parameter_of_another_model_is_refused(stories):
+def test_parameter_outside_model_is_rejected(stories):
     def on_rank():
         model = load_model(stories, parse_layout("dp2"))
         parameters = [*model.parameters(), torch.nn.Parameter(torch.zeros(3))]
@@ -311,7 +309,7 @@ def test_a_parameter_of_another_model_is_refused(stories):
 
 
 @pytest.mark.parametrize("text", ["tp2", "dp2+zero0", "dp2", "dp2+zero3", "pp2"])
-def test_one_optimizer_of_two_models_is_refused(stories, text):
+def test_one_optimizer_for_two_models_is_rejected(stories, text):
     def on_rank():
         first, second = load_model(stories, parse_layout(text)), load_model(stories, parse_layout(text))
         optimizer = adamw([*first.parameters(), *second.parameters()])
@@ -324,20 +322,20 @@ def test_one_optimizer_of_two_models_is_refused(stories, text):
     run_ranks(on_rank, 2)
 
 
-# Windows
+# Accumulation windows
 
 
 def largest_difference(found, expected):
     return max((found[name] - expected[name]).abs().max().item() for name in expected)
 
 
-def by_collectives():
-    """Takes the way of backends whose own collectives are used; gloo's stand for them."""
+def use_collectives():
+    """Uses the code path of backends with native collectives, here with gloo's collectives."""
     torch.distributed.get_backend = lambda group=None: "nccl"
 
 
-def leave_the_sum_where_gradients_are_written():
-    by_collectives()
+def keep_reduced_shard_in_buffer():
+    use_collectives()
 
     def open_buffer(bucket):
         bucket.in_rows = False
@@ -355,15 +353,15 @@ def leave_the_sum_where_gradients_are_written():
         ("dp2+zero0", None, True),
         ("dp2+zero2", None, True),
         ("dp4+replicas2", None, True),
-        ("dp2", by_collectives, True),
-        ("dp2+zero2", by_collectives, True),
-        ("dp2", leave_the_sum_where_gradients_are_written, False),
+        ("dp2", use_collectives, True),
+        ("dp2+zero2", use_collectives, True),
+        ("dp2", keep_reduced_shard_in_buffer, False),
     ],
 )
-def test_windows_with_and_without_no_sync_and_zero_grad(stories, text, prepare, is_right):
-    one = load_model(stories)
-    backward(one, (0, 1, 2))
-    expected = gather_gradients(one)
+def test_accumulation_with_no_sync_and_zero_grad(stories, text, prepare, is_right):
+    reference = load(stories)
+    backward(reference, (0, 1, 2))
+    expected = gradients(reference)
 
     def on_rank():
         if prepare is not None:
@@ -380,13 +378,13 @@ def test_windows_with_and_without_no_sync_and_zero_grad(stories, text, prepare, 
                 (model(**shard_batch(model, make_batch(seed))).loss / 3).backward()
             errors.append(largest_difference(gather_gradients(model), expected))
             forget()
-            # Half a window that is thrown away, reduced or not.
-            (model(**shard_batch(model, make_batch(5))).loss / 3).backward()
+            # Partial windows are discarded, reduced or not.
+            (model(**local_samples(model, batch(5))).loss / 3).backward()
             forget()
             with model.no_sync():
                 (model(**shard_batch(model, make_batch(6))).loss / 3).backward()
             forget()
-        # What comes twice is found.
+        # Gradients of two windows must differ from gradients of one window.
         backward(model, (0, 1, 2))
         backward(model, (0, 1, 2))
         return max(errors), largest_difference(gather_gradients(model), expected)
@@ -398,7 +396,7 @@ def test_windows_with_and_without_no_sync_and_zero_grad(stories, text, prepare, 
 
 
 @pytest.mark.parametrize("text", ["dp2", "dp2+zero2", "tp2+dp2"])
-def test_one_communication_per_window(stories, text):
+def test_no_sync_reduces_once_per_window(stories, text):
     def on_rank():
         bucket_assignment.default_capacity = lambda *args, **kwargs: 2**17
         model = load_model(stories, parse_layout(text))
@@ -414,13 +412,13 @@ def test_one_communication_per_window(stories, text):
         reducer.finish()
         return len(reducer.buckets), with_no_sync, len(sends) - with_no_sync
 
-    for number, with_no_sync, without in run_ranks(on_rank, count_ranks(parse_layout(text))):
-        assert number > 3 and with_no_sync == number and without == 3 * number
+    for bucket_count, with_no_sync, without in run_ranks(on_rank, ranks_of(layout(text))):
+        assert bucket_count > 3 and with_no_sync == bucket_count and without == 3 * bucket_count
 
 
 @pytest.mark.parametrize("text", ["dp2", "dp2+zero0"])
-def test_a_layer_that_one_rank_skips(stories, text):
-    """That rank has no gradient for some buckets, and starts its reductions later than the other."""
+def test_layer_skipped_by_one_rank(stories, text):
+    """One rank has no gradient for some buckets and starts its reductions later than the other."""
 
     def skip(model):
         model.model.layers[-1].forward = lambda hidden_states, *args, **kwargs: hidden_states
@@ -462,9 +460,9 @@ def test_a_layer_that_one_rank_skips(stories, text):
 STEPS = 8
 
 
-def in_one_process_bf16(stories, start):
-    """A bf16 model whose fp32 weights are kept beside it."""
-    model = load_model(stories, dtype=torch.bfloat16)
+def train_bf16_single_process(stories, start):
+    """Trains a bf16 model with separate fp32 main weights."""
+    model = load(stories, dtype=torch.bfloat16)
     main = {name: start[name].clone().requires_grad_() for name, _ in model.named_parameters()}
     optimizer = adamw(main.values(), lr=1e-5)
     for step in range(STEPS):
@@ -479,8 +477,8 @@ def in_one_process_bf16(stories, start):
 
 @pytest.mark.parametrize("text", ["dp2", "tp2", "tp2+dp2"])
 def test_bf16_parameters_follow_fp32(stories, text):
-    """Steps of 1e-5 on weights whose neighbours in bf16 are 1e-3 away: only main weights can take them."""
-    rounded = load_model(stories, dtype=torch.bfloat16)
+    """Steps of 1e-5 are below the bf16 spacing of 1e-3, so that only fp32 main weights can represent them."""
+    rounded = load(stories, dtype=torch.bfloat16)
     start = {name: parameter.detach().float() for name, parameter in rounded.named_parameters()}
     exact = load_model(stories)
     restore_parameters(exact, start)
@@ -489,8 +487,8 @@ def test_bf16_parameters_follow_fp32(stories, text):
         reference.zero_grad()
         backward(exact, (2 * step,))
         reference.step()
-    expected = clone_parameters(exact)
-    allowed = measure_movement_error(in_one_process_bf16(stories, start), expected, start)
+    expected = snapshot(exact)
+    allowed = movement_error(train_bf16_single_process(stories, start), expected, start)
 
     def on_rank():
         model = load_model(stories, parse_layout(text), dtype=torch.bfloat16)
@@ -500,30 +498,37 @@ def test_bf16_parameters_follow_fp32(stories, text):
             backward(model, (2 * step,))
             optimizer.step()
         state = parallel_state(model)
-        apart = way = moved = 0.0
+        squared_error = squared_movement = moved = 0.0
         for leaf in optimizer._hf_megatron.leaves:
             assert leaf.tensor.dtype is torch.float32 and leaf.parameter.dtype is torch.bfloat16
 
-            def part(full, leaf=leaf):
+            def local_segment(full, leaf=leaf):
                 place = state.shardings[leaf.name].placement
                 local = local_part(full, place, state.axes).reshape(-1)
                 return local[leaf.start : leaf.stop]
 
-            own, begin, end = leaf.tensor.detach().reshape(-1), part(start[leaf.name]), part(expected[leaf.name])
-            assert torch.equal(leaf.view().reshape(-1), own.bfloat16()), leaf.name
-            apart += (own - end).double().pow(2).sum().item()
-            way += (end - begin).double().pow(2).sum().item()
-            moved += (own != begin).sum().item() / begin.numel() if begin.numel() else 1.0
-        return apart, way, moved / len(optimizer._hf_megatron.leaves)
+            main, begin, end = (
+                leaf.tensor.detach().reshape(-1),
+                local_segment(start[leaf.name]),
+                local_segment(expected[leaf.name]),
+            )
+            assert torch.equal(leaf.view().reshape(-1), main.bfloat16()), leaf.name
+            squared_error += (main - end).double().pow(2).sum().item()
+            squared_movement += (end - begin).double().pow(2).sum().item()
+            moved += (main != begin).sum().item() / begin.numel() if begin.numel() else 1.0
+        return squared_error, squared_movement, moved / len(optimizer._hf_megatron.leaves)
 
-    found = run_ranks(on_rank, count_ranks(parse_layout(text)))
-    error = (sum(apart for apart, _, _ in found) / sum(way for _, way, _ in found)) ** 0.5
+    results = run_ranks(on_rank, ranks_of(layout(text)))
+    error = (
+        sum(squared_error for squared_error, _, _ in results)
+        / sum(squared_movement for _, squared_movement, _ in results)
+    ) ** 0.5
     assert error < 1.5 * allowed, (error, allowed)
-    assert all(moved > 0.9 for _, _, moved in found)
+    assert all(moved > 0.9 for _, _, moved in results)
 
 
-def test_bf16_without_main_weights_does_not_move(stories):
-    """What the test above would see without them."""
+def test_bf16_without_main_params_stalls(stories):
+    """The test above fails without main weights."""
 
     def on_rank():
         config = MegatronConfig(dp_size=2, fp32_main_params=False)
@@ -538,15 +543,13 @@ def test_bf16_without_main_weights_does_not_move(stories):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_offloaded_state_gives_bitwise_the_same(stories, dtype):
+def test_offload_is_bitwise_identical(stories, dtype):
     def on_rank(stage):
         results = []
         for offload in (False, True):
-            model = load_model(
-                stories, MegatronConfig(dp_size=2, zero_stage=stage, offload_optimizer=offload), dtype=dtype
-            )
-            train(model, prepare_optimizer(adamw(groups(model))), 2)
-            results.append(clone_parameters(model))
+            model = load(stories, MegatronConfig(dp_size=2, zero_stage=stage, offload_optimizer=offload), dtype=dtype)
+            train(model, prepare_optimizer(adamw(make_param_groups(model))), 2)
+            results.append(snapshot(model))
         return all(
             torch.equal(results[0][name].view(torch.uint8), v.view(torch.uint8)) for name, v in results[1].items()
         )
@@ -555,46 +558,46 @@ def test_offloaded_state_gives_bitwise_the_same(stories, dtype):
         assert run_ranks(on_rank, 2, stage) == [True, True]
 
 
-# Classes
+# Optimizer classes
 
 
 class Unknown(torch.optim.SGD):
     pass
 
 
-def matrices(model):
+def list_matrices(model):
     return [p for n, p in model.named_parameters() if p.ndim == 2 and "embed" not in n]
 
 
-REFUSED = {
+REJECTED = {
     "Adafactor": lambda model: torch.optim.Adafactor(model.parameters()),
-    "Muon": lambda model: torch.optim.Muon(matrices(model)),
+    "Muon": lambda model: torch.optim.Muon(list_matrices(model)),
     "LBFGS": lambda model: torch.optim.LBFGS(model.parameters()),
     "Unknown": lambda model: Unknown(model.parameters(), lr=1e-2),
 }
 
 
 @pytest.mark.parametrize("text", ["dp2", "tp2", "tp2+dp2+zero0", "dp2+zero3"])
-def test_classes_that_see_full_parameters_are_refused_by_name(stories, text):
+def test_non_elementwise_classes_are_rejected(stories, text):
     def on_rank():
-        model = load_model(stories, parse_layout(text))
-        for name, make in REFUSED.items():
+        model = load(stories, layout(text))
+        for name, make in REJECTED.items():
             with pytest.raises(UnsupportedError, match=f"{name} is not known to be elementwise"):
                 prepare_optimizer(make(model))
 
     run_ranks(on_rank, count_ranks(parse_layout(text)))
 
 
-# Muon orthogonalises in bf16, where round-off of the gradient shows.
+# Muon orthogonalizes in bf16, which amplifies round-off of the gradient.
 @pytest.mark.parametrize(("name", "limit"), [("Adafactor", LIMIT), ("Muon", 2e-2)])
-def test_full_parameters_take_any_class(stories, name, limit):
+def test_zero_stage_0_accepts_any_class(stories, name, limit):
     def run(model):
-        train(model, prepare_optimizer(REFUSED[name](model)))
+        train(model, prepare_optimizer(REJECTED[name](model)))
 
     assert measure_error(stories, run, parse_layout("dp2+zero0")) < limit
 
 
-def test_a_class_declared_elementwise(stories):
+def test_class_declared_elementwise(stories):
     def run(model):
         train(model, prepare_optimizer(Unknown(model.parameters(), lr=1e-1), elementwise=True))
 
@@ -602,7 +605,7 @@ def test_a_class_declared_elementwise(stories):
 
 
 @pytest.mark.parametrize("text", ["dp2", "dp2+zero0"])
-def test_an_unprepared_optimizer_is_refused_when_it_steps(stories, text):
+def test_unprepared_optimizer_step_is_rejected(stories, text):
     def on_rank():
         model = load_model(stories, parse_layout(text))
         optimizer = adamw(model.parameters())
@@ -614,7 +617,7 @@ def test_an_unprepared_optimizer_is_refused_when_it_steps(stories, text):
     run_ranks(on_rank, 2)
 
 
-def test_a_closure_is_refused(stories):
+def test_closure_is_rejected(stories):
     def on_rank():
         model = load_model(stories, parse_layout("dp2"))
         optimizer = prepare_optimizer(adamw(model.parameters()))
@@ -628,7 +631,7 @@ def test_a_closure_is_refused(stories):
     run_ranks(on_rank, 2)
 
 
-def test_an_optimizer_that_has_stepped_is_refused(stories):
+def test_stepped_optimizer_is_rejected(stories):
     def on_rank():
         model = load_model(stories, parse_layout("tp2"))
         optimizer = adamw([p for n, p in model.named_parameters() if "mlp" in n])
@@ -645,14 +648,14 @@ def test_an_optimizer_that_has_stepped_is_refused(stories):
 
 @pytest.mark.parametrize("text", ["dp2", "tp2+dp2", "tp2+sp+dp2+zero0", "dp4+replicas2", "tp2+dp2+zero3"])
 def test_norm_and_clipping_with_frozen_parameters(stories, text):
-    """By Accelerate, by torch and by the config, one step each."""
+    """Clips with Accelerate, torch and the config, one step each."""
     from accelerate import Accelerator
     from torch.nn.utils import clip_grad_norm_
 
     norms = []
 
     def run(model):
-        freeze(model, "mlp", "norm", "q_proj")
+        freeze_except(model, "mlp", "norm", "q_proj")
         accelerator = Accelerator(cpu=True) if parallel_state(model) is not None else None
         optimizer = prepare_optimizer(torch.optim.SGD(model.parameters(), lr=1.0))
         for step, by in enumerate(("accelerate", "torch", "config")):
@@ -679,7 +682,7 @@ def test_elementwise_optimizers_with_sharded_weights(stories, name):
 
 
 @pytest.mark.parametrize("text", ["dp2", "tp2"])
-def test_a_prepared_optimizer_is_not_copied(stories, text):
+def test_prepared_optimizer_cannot_be_copied(stories, text):
     def on_rank():
         optimizer = prepare_optimizer(adamw(load_model(stories, parse_layout(text)).parameters()))
         for take in (copy.deepcopy, pickle.dumps):

@@ -1,4 +1,4 @@
-"""Stage 3: weights are whole within the model's forward only, and FSDP2's buffers are made once."""
+"""Tests of ZeRO-3: weights are full only within the model's forward, and FSDP2 allocates its buffers once."""
 
 import pytest
 import torch
@@ -8,43 +8,43 @@ from tests.helpers.training import PatternRuns, local_samples, make_batch
 LAYOUTS = ["dp2+zero3", "tp2+dp2+zero3"]
 
 
-def called_before_the_first_forward(loop):
+def call_layer_before_first_forward(loop):
     with torch.no_grad():
         loop.model.model.layers[0](torch.zeros(1, 3, 32))
 
 
-def embedding_called(loop):
+def call_embedding(loop):
     loop.step(0)
     rows = local_samples(loop.model, make_batch(1))
     embeds = loop.model.get_input_embeddings()(rows["input_ids"])
     loop.model(inputs_embeds=embeds, labels=rows["labels"]).loss.backward()
 
 
-def head_called(loop):
+def call_head(loop):
     loop.step(0)
     loop.model.get_output_embeddings()(torch.zeros(1, 3, 32))
 
 
-def part_of_a_layer_called(loop):
+def call_mlp(loop):
     loop.step(0)
     with torch.no_grad():
         loop.model.model.layers[0].mlp(torch.zeros(1, 3, 32))
 
 
-def base_model_called(loop):
+def call_base_model(loop):
     loop.step(0)
     loop.model.model(input_ids=make_batch(0)["input_ids"])
 
 
-def layer_called(loop):
-    """Once more on what it was given, beside the loss."""
-    layer, seen = loop.model.model.layers[1], []
-    hook = layer.register_forward_pre_hook(lambda module, args, kwargs: seen.append((args, kwargs)), with_kwargs=True)
+def call_layer(loop):
+    """Calls a layer again on its inputs and adds the result to the loss."""
+    layer, calls = loop.model.model.layers[1], []
+    hook = layer.register_forward_pre_hook(lambda module, args, kwargs: calls.append((args, kwargs)), with_kwargs=True)
     loss = loop.loss(0)
     hook.remove()
-    [(args, kwargs)] = seen
+    [(args, kwargs)] = calls
     output = layer(*(value.detach() for value in args), **{**kwargs, "past_key_values": None})
-    # Rows are as many on each rank, so that the mean over ranks is that of all.
+    # All ranks have equally many samples, so that the mean over ranks is the global mean.
     (loss + output.float().pow(2).mean()).backward()
     loop.losses.append(loss.item())
     loop.see_gradients("of the loss and the layer")
@@ -52,23 +52,23 @@ def layer_called(loop):
     loop.optimizer.zero_grad()
 
 
-def cast_later(loop):
+def cast_after_forward(loop):
     loop.step(0)
     loop.model.double()
     loop.step(1)
 
 
-# In this order: the first needs a model that never ran, the last leaves one that cannot.
+# Order matters: the first pattern needs a model before its first forward, the last one makes the model unusable.
 LOOP_PATTERNS = {
     function.__name__: function
     for function in (
-        called_before_the_first_forward,
-        embedding_called,
-        head_called,
-        part_of_a_layer_called,
-        base_model_called,
-        layer_called,
-        cast_later,
+        call_layer_before_first_forward,
+        call_embedding,
+        call_head,
+        call_mlp,
+        call_base_model,
+        call_layer,
+        cast_after_forward,
     )
 }
 
@@ -82,17 +82,17 @@ def runs(tiny):
 @pytest.mark.parametrize(
     ("loop_pattern", "match"),
     [
-        ("called_before_the_first_forward", "model.layers.0 was called before the model's first forward"),
-        ("embedding_called", "model.embed_tokens "),
-        ("head_called", "lm_head "),
-        ("part_of_a_layer_called", "model.layers.0.mlp.gate_proj "),
-        ("base_model_called", "model.embed_tokens "),
-        ("cast_later", "was cast after its first forward"),
+        ("call_layer_before_first_forward", "model.layers.0 was called before the model's first forward"),
+        ("call_embedding", "model.embed_tokens "),
+        ("call_head", "lm_head "),
+        ("call_mlp", "model.layers.0.mlp.gate_proj "),
+        ("call_base_model", "model.embed_tokens "),
+        ("cast_after_forward", "was cast after its first forward"),
     ],
 )
-def test_refused(runs, loop_pattern, match, text):
+def test_unsupported_calls_are_rejected(runs, loop_pattern, match, text):
     runs.refused(text, loop_pattern, match)
 
 
-def test_a_layer_gathers_its_weights_itself(runs):
-    runs.compare("dp2+zero3", "layer_called")
+def test_layer_call_gathers_its_weights(runs):
+    runs.compare("dp2+zero3", "call_layer")

@@ -1,4 +1,4 @@
-"""What Python makes of split tensors: numbers, text, arrays and files; and loops that decide by them."""
+"""Tests of sharded tensors read as Python values, text, arrays and files, and of loops that branch on them."""
 
 import math
 
@@ -24,7 +24,7 @@ def loop_pattern(function):
 
 
 @loop_pattern
-def clip_by_items(loop):
+def clip_by_item_norms(loop):
     for seed in range(3):
         loop.backward(seed)
         total = sum(p.grad.data.norm(2).item() ** 2 for p in loop.model.parameters()) ** 0.5
@@ -38,10 +38,10 @@ def clip_by_items(loop):
 
 
 @loop_pattern
-def skip_a_step_by_its_largest_entry(loop):
+def skip_step_by_largest_entry(loop):
     for seed in range(4):
         loop.backward(seed)
-        # One rank has it.
+        # Only one rank holds the largest entry.
         largest = max(p.grad.abs().max().item() for p in loop.model.parameters())
         row = loop.model.lm_head.weight.grad[-1].abs().max().item()
         loop.see(f"largest {seed}", torch.tensor([largest, row]))
@@ -52,22 +52,22 @@ def skip_a_step_by_its_largest_entry(loop):
         loop.optimizer.zero_grad()
 
 
-def penalty(loop):
+def compute_penalty(loop):
     return sum(parameter.pow(2).sum() for name, parameter in loop.model.named_parameters() if "proj" in name)
 
 
-def apply(loop, loss):
+def backward_and_step(loop, loss):
     loss.backward()
     loop.optimizer.step()
     loop.optimizer.zero_grad()
 
 
 @loop_pattern
-def keep_books_of_a_loss_with_a_penalty(loop):
+def accumulate_penalized_losses(loop):
     total, added, history = torch.tensor(0.0), torch.zeros(1, dtype=torch.float64), torch.zeros(3)
     for seed in range(3):
-        loss = loop.loss(seed) + 1e-2 * penalty(loop)
-        apply(loop, loss)
+        loss = loop.loss(seed) + 1e-2 * compute_penalty(loop)
+        backward_and_step(loop, loss)
         total += loss.detach()
         added.add_(loss.detach())
         history[seed] = loss.detach()
@@ -77,28 +77,28 @@ def keep_books_of_a_loss_with_a_penalty(loop):
 
 
 @loop_pattern
-def weigh_losses_by_a_tensor(loop):
+def weight_losses_by_tensor(loop):
     for seed in range(3):
         square = loop.model.model.layers[0].self_attn.q_proj.weight
         orthogonal = ((square @ square.T - torch.eye(len(square))) ** 2).sum()
-        losses = torch.stack([loop.loss(seed) + 0 * penalty(loop), penalty(loop), orthogonal])
-        apply(loop, (losses * torch.tensor([0.7, 0.01, 1e-3])).sum())
+        losses = torch.stack([loop.loss(seed) + 0 * compute_penalty(loop), compute_penalty(loop), orthogonal])
+        backward_and_step(loop, (losses * torch.tensor([0.7, 0.01, 1e-3])).sum())
 
 
 @loop_pattern
-def penalties_of_means(loop):
-    """Losses of torch that divide by the entries of what may be a part."""
+def add_mean_penalties(loop):
+    """Adds torch losses that divide by the number of entries, which must not be the size of a local shard."""
     losses = (F.mse_loss, F.smooth_l1_loss, F.huber_loss, F.l1_loss, F.soft_margin_loss)
     for seed in range(3):
         terms = [
             losses[place % len(losses)](parameter, torch.ones_like(parameter))
             for place, parameter in enumerate(loop.model.parameters())
         ]
-        apply(loop, loop.loss(seed) + sum(terms))
+        backward_and_step(loop, loop.loss(seed) + sum(terms))
 
 
 @loop_pattern
-def clip_gradients_by_the_norms_of_their_rows(loop):
+def clip_gradients_by_row_norms(loop):
     for seed in range(3):
         loop.backward(seed)
         for parameter in loop.model.parameters():
@@ -124,7 +124,7 @@ READINGS = {
 
 
 @loop_pattern
-def log_numbers(loop):
+def log_statistics(loop):
     loop.backward(0)
     for name, parameter in loop.model.named_parameters():
         for what, read in READINGS.items():
@@ -134,7 +134,7 @@ def log_numbers(loop):
     loop.optimizer.step()
 
 
-def edits_weights(edit):
+def make_weight_loop(edit):
     def train(loop):
         for seed in range(3):
             loop.step(seed)
@@ -145,15 +145,15 @@ def edits_weights(edit):
     return loop_pattern(train)
 
 
-@edits_weights
-def fill_by_functions_with_out(loop):
+@make_weight_loop
+def fill_through_out_argument(loop):
     for layer in loop.model.model.layers:
         nn.init.eye_(layer.self_attn.q_proj.weight)
         torch.arange(32, out=layer.input_layernorm.weight.data)
         layer.input_layernorm.weight.data.div_(32)
 
 
-@edits_weights
+@make_weight_loop
 def scatter_into_weights(loop):
     weight = loop.model.lm_head.weight
     rows = torch.tensor([[1], [40], [66]]).expand(3, 32)
@@ -163,8 +163,8 @@ def scatter_into_weights(loop):
 
 
 @loop_pattern
-def take_parameters_out_of_their_group(loop):
-    """What is not in the groups keeps its gradient, which counts when the parameter comes back."""
+def remove_parameters_from_group(loop):
+    """A parameter outside the groups keeps its gradient, which is used when the parameter returns to its group."""
     group = loop.optimizer.param_groups[0]
     everything = list(group["params"])
     for seed in range(3):
@@ -172,25 +172,25 @@ def take_parameters_out_of_their_group(loop):
         loop.step(seed)
 
 
-def listed(loop):
+def list_group_parameters(loop):
     return [parameter for group in loop.optimizer.param_groups for parameter in group["params"]]
 
 
 @loop_pattern
-def reach_parameters_through_groups(loop):
+def use_parameters_through_groups(loop):
     for seed in range(4):
         loop.backward(seed)
-        assert all(a is b for a, b in zip(listed(loop), loop.parameters(), strict=True))
+        assert all(a is b for a, b in zip(list_group_parameters(loop), loop.parameters(), strict=True))
         if seed == 1:
-            loop.see("norm", torch.nn.utils.clip_grad_norm_(listed(loop), 0.1))
-            loop.see("square", sum(parameter.grad.pow(2).sum().item() for parameter in listed(loop)))
+            loop.see("norm", torch.nn.utils.clip_grad_norm_(list_group_parameters(loop), 0.1))
+            loop.see("square", sum(parameter.grad.pow(2).sum().item() for parameter in list_group_parameters(loop)))
         elif seed == 2:
-            torch.nn.utils.clip_grad_value_(listed(loop), 1e-3)
-            listed(loop)[0].grad.mul_(0.5)
+            torch.nn.utils.clip_grad_value_(list_group_parameters(loop), 1e-3)
+            list_group_parameters(loop)[0].grad.mul_(0.5)
         loop.optimizer.step()
         loop.optimizer.zero_grad()
         with torch.no_grad():
-            for parameter in listed(loop):
+            for parameter in list_group_parameters(loop):
                 parameter.mul_(0.95)
 
 
@@ -206,8 +206,8 @@ def evaluate_in_inference_mode(loop):
         loop.step(seed)
 
 
-# What reads weights of other stages is refused.
-IMPOSSIBLE = {"pp2": LOOP_PATTERNS.keys() - {"evaluate_in_inference_mode", "take_parameters_out_of_their_group"}}
+# Patterns that read weights of other pipeline stages are not supported.
+IMPOSSIBLE = {"pp2": LOOP_PATTERNS.keys() - {"evaluate_in_inference_mode", "remove_parameters_from_group"}}
 
 
 @pytest.fixture(scope="module")
@@ -215,15 +215,15 @@ def runs(tiny_uneven):
     return PatternRuns(tiny_uneven, LOOP_PATTERNS, IMPOSSIBLE)
 
 
-@pytest.mark.parametrize(("name", "text"), make_parameters(LOOP_PATTERNS, [*LAYOUTS, "pp2"], IMPOSSIBLE))
-def test_as_one_process(runs, name, text):
+@pytest.mark.parametrize(("name", "text"), cells(LOOP_PATTERNS, [*LAYOUTS, "pp2"], IMPOSSIBLE))
+def test_matches_single_process(runs, name, text):
     runs.compare(text, name)
 
 
 def save_and_load(path, text, folder):
-    """Losses before training, and after the weights of that time are loaded again."""
-    model = AutoModelForCausalLM.from_pretrained(path, megatron_config=parse_layout(text)).train()
-    rows = local_samples(model, make_batch(0))
+    """Returns the loss of the saved weights, and the loss after these weights are changed and loaded again."""
+    model = AutoModelForCausalLM.from_pretrained(path, megatron_config=layout(text)).train()
+    rows = local_samples(model, batch(0))
     file = folder / str(dist.get_rank())
     torch.save(model.state_dict(), file)
     dist.barrier()
@@ -240,12 +240,12 @@ def save_and_load(path, text, folder):
 
 
 @pytest.mark.parametrize("text", ["tp2", "dp2+zero3"])
-def test_a_pickled_part_is_read_by_the_rank_that_wrote_it(tiny_uneven, tmp_path, text):
+def test_pickled_shard_loads_on_its_own_rank(tiny_uneven, tmp_path, text):
     for before, after in run_ranks(save_and_load, 2, tiny_uneven, text, tmp_path):
         assert after == before
 
 
-def test_transposing_in_place_says_what_to_do_instead(tiny_uneven):
+def test_inplace_transpose_error_suggests_copy(tiny_uneven):
     def on_rank():
         model = AutoModelForCausalLM.from_pretrained(tiny_uneven, megatron_config=parse_layout("tp2"))
         weight = model.model.layers[0].mlp.down_proj.weight

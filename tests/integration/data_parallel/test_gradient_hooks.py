@@ -1,4 +1,4 @@
-"""Hooks of a loop that change `.grad` while gradients of bfloat16 weights are added up in fp32."""
+"""Tests of user hooks that change `.grad` while gradients of bfloat16 weights are accumulated in fp32."""
 
 import pytest
 import torch
@@ -10,23 +10,21 @@ from tests.helpers.dp_training import parse_layout
 from tests.helpers.training import gather_full_tensors, make_batch
 
 
-def scale(parameter):
+def scale_gradient(parameter):
     parameter.grad.mul_(0.5)
 
 
-def assign(parameter):
+def assign_gradient(parameter):
     parameter.grad = parameter.grad * 0.5
 
 
-def read(parameter):
+def read_norm(parameter):
     assert parameter.grad.norm() >= 0
 
 
-def gradients(path, hook, seeds, early):
-    """What two backwards leave in `.grad`, and how far one step moves weights, of all parameters in a row."""
-    model = AutoModelForCausalLM.from_pretrained(
-        path, dtype=torch.bfloat16, megatron_config=parse_layout("tp2")
-    ).train()
+def measure_gradient_and_update(path, hook, seeds, early):
+    """Returns `.grad` after one backward per seed, and the weight update of one step, flattened over all parameters."""
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16, megatron_config=layout("tp2")).train()
     optimizer = None if early else prepare_optimizer(torch.optim.SGD(model.parameters(), lr=1.0))
     if hook is not None:
         for parameter in model.parameters():
@@ -35,27 +33,28 @@ def gradients(path, hook, seeds, early):
         optimizer = prepare_optimizer(torch.optim.SGD(model.parameters(), lr=1.0))
     before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     for seed in seeds:
-        model(**make_batch(seed)).loss.backward()
-    found = gather_full_tensors(model, {name: parameter.grad for name, parameter in model.named_parameters()})
+        model(**batch(seed)).loss.backward()
+    grads = full(model, {name: parameter.grad for name, parameter in model.named_parameters()})
     optimizer.step()
-    moved = gather_full_tensors(
-        model, {name: before[name] - parameter.detach() for name, parameter in model.named_parameters()}
-    )
-    return [torch.cat([v.float().flatten() for v in values.values()]) if values else None for values in (found, moved)]
+    updates = full(model, {name: before[name] - parameter.detach() for name, parameter in model.named_parameters()})
+    return [
+        torch.cat([v.float().flatten() for v in values.values()]) if values else None for values in (grads, updates)
+    ]
 
 
 @pytest.fixture(scope="module")
 def parts(tiny):
-    return [run_ranks(gradients, 2, tiny, None, (seed,), False)[0][0] for seed in range(2)]
+    return [run_ranks(measure_gradient_and_update, 2, tiny, None, (seed,), False)[0][0] for seed in range(2)]
 
 
 @pytest.mark.parametrize("early", [True, False], ids=["before prepare_optimizer", "after"])
 @pytest.mark.parametrize(
-    ("hook", "factors"), [(scale, (0.25, 0.5)), (assign, (0.25, 0.5)), (read, (1, 1)), (None, (1, 1))]
+    ("hook", "factors"),
+    [(scale_gradient, (0.25, 0.5)), (assign_gradient, (0.25, 0.5)), (read_norm, (1, 1)), (None, (1, 1))],
 )
-def test_a_hook_acts_once_on_all_that_was_added(tiny, parts, hook, factors, early):
-    found, moved = run_ranks(gradients, 2, tiny, hook, (0, 1), early)[0]
+def test_hook_acts_once_on_accumulated_gradient(tiny, parts, hook, factors, early):
+    gradient, update = run_ranks(measure_gradient_and_update, 2, tiny, hook, (0, 1), early)[0]
     expected = sum(part * factor for part, factor in zip(parts, factors, strict=True))
-    assert (found - expected).norm() < 0.01 * expected.norm()
-    # Weights are rounded to bfloat16.
-    assert torch.dot(moved, expected) == pytest.approx(float(torch.dot(expected, expected)), rel=0.02)
+    assert (gradient - expected).norm() < 0.01 * expected.norm()
+    # Updated weights are rounded to bfloat16.
+    assert torch.dot(update, expected) == pytest.approx(float(torch.dot(expected, expected)), rel=0.02)

@@ -1,4 +1,4 @@
-"""Rows of gradients and weights, masks, plain tensors, and random numbers drawn into weights: as in one process."""
+"""Tests of in-place edits of gradients and weights: rows, masks, plain tensors and random numbers."""
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ def loop_pattern(function):
     return function
 
 
-def in_half_precision_too(function):
+def half_precision_pattern(function):
     HALF[function.__name__] = function
     return loop_pattern(function)
 
@@ -31,11 +31,11 @@ def half_runs(tiny_uneven):
     return PatternRuns(tiny_uneven, HALF, dtype=torch.bfloat16)
 
 
-def embedding(loop):
+def embedding_weight(loop):
     return loop.model.get_input_embeddings().weight
 
 
-def edits_gradients(edit):
+def make_gradient_loop(edit):
     def train(loop):
         for seed in range(3):
             loop.backward(seed)
@@ -46,7 +46,7 @@ def edits_gradients(edit):
     return train
 
 
-def edits_weights(edit):
+def make_weight_loop(edit):
     def train(loop):
         for seed in range(3):
             loop.step(seed)
@@ -56,7 +56,7 @@ def edits_weights(edit):
     return train
 
 
-def named(name, train, register=loop_pattern):
+def register_pattern(name, train, register=loop_pattern):
     train.__name__ = name
     register(train)
 
@@ -65,29 +65,29 @@ def named(name, train, register=loop_pattern):
 
 
 def zero_rows(loop):
-    embedding(loop).grad[:50].zero_()
+    embedding_weight(loop).grad[:50].zero_()
 
 
-def zero_samples_of_data(loop):
-    embedding(loop).grad.data[:50].zero_()
-    embedding(loop).grad.data[60].mul_(3)
+def zero_rows_through_data(loop):
+    embedding_weight(loop).grad.data[:50].zero_()
+    embedding_weight(loop).grad.data[60].mul_(3)
 
 
 def assign_rows(loop):
-    embedding(loop).grad[:50] = 0
-    embedding(loop).grad[55, 3:7] = 0.25
+    embedding_weight(loop).grad[:50] = 0
+    embedding_weight(loop).grad[55, 3:7] = 0.25
 
 
 def index_rows(loop):
     chosen = torch.tensor([3, 40, 66])
-    embedding(loop).grad[chosen] *= 2
-    embedding(loop).grad[[5, 50]] = 0.1
+    embedding_weight(loop).grad[chosen] *= 2
+    embedding_weight(loop).grad[[5, 50]] = 0.1
 
 
-def edit_slices_of_slices(loop):
-    rows = embedding(loop).grad[10:60]
+def edit_nested_slices(loop):
+    rows = embedding_weight(loop).grad[10:60]
     rows[:20][5:, ::2].mul_(3)
-    embedding(loop).grad.mul_(0.5)
+    embedding_weight(loop).grad.mul_(0.5)
     rows.t()[4].add_(rows.t()[5])
     loop.see("rows", rows.sum().full_tensor() if hasattr(rows, "full_tensor") else rows.sum())
 
@@ -100,32 +100,32 @@ def edit_columns(loop):
             part[0].fill_(0.01)
 
 
-def mask(loop):
+def apply_mask(loop):
     chosen = torch.zeros(67, 1)
     chosen[50:] = 1
-    embedding(loop).grad.mul_(chosen)
+    embedding_weight(loop).grad.mul_(chosen)
     loop.model.lm_head.weight.grad.masked_fill_(chosen == 0, 0.0)
 
 
-for edit in (zero_rows, zero_samples_of_data, assign_rows, index_rows, edit_slices_of_slices, edit_columns, mask):
-    named(
+for edit in (zero_rows, zero_rows_through_data, assign_rows, index_rows, edit_nested_slices, edit_columns, apply_mask):
+    register_pattern(
         f"gradients_{edit.__name__}",
-        edits_gradients(edit),
-        in_half_precision_too if edit is zero_rows else loop_pattern,
+        make_gradient_loop(edit),
+        half_precision_pattern if edit is zero_rows else loop_pattern,
     )
 
 
 # Weights
 
 
-def zero_a_row(loop):
-    embedding(loop)[5].zero_()
+def zero_row(loop):
+    embedding_weight(loop)[5].zero_()
     loop.model.lm_head.weight.data[3:9].mul_(0.5)
 
 
-def assign_a_row(loop):
-    embedding(loop)[5] = 0.25
-    embedding(loop)[40:].copy_(embedding(loop)[:27])
+def assign_row(loop):
+    embedding_weight(loop)[5] = 0.25
+    embedding_weight(loop)[40:].copy_(embedding_weight(loop)[:27])
     loop.model.lm_head.weight[66].copy_(torch.arange(32.0) / 32)
     loop.model.lm_head.weight[:2, 4:6] = torch.tensor([[0.1, 0.2], [0.3, 0.4]])
 
@@ -138,45 +138,45 @@ def assign_columns(loop):
     loop.model.lm_head.weight[...] = loop.model.lm_head.weight * 0.9
 
 
-for edit in (zero_a_row, assign_a_row, assign_columns):
-    named(
-        f"weights_{edit.__name__}", edits_weights(edit), in_half_precision_too if edit is zero_a_row else loop_pattern
+for edit in (zero_row, assign_row, assign_columns):
+    register_pattern(
+        f"weights_{edit.__name__}", make_weight_loop(edit), half_precision_pattern if edit is zero_row else loop_pattern
     )
 
 
-# Plain tensors, the same on every rank
+# Plain tensors, identical on every rank
 
 
-def drawn(parameter, seed):
+def draw_values(parameter, seed):
     return torch.randn(parameter.shape, generator=torch.Generator().manual_seed(seed))
 
 
 def copy_plain(loop):
     for number, parameter in enumerate(loop.model.parameters()):
         parameter.copy_(parameter.detach().full_tensor() if hasattr(parameter, "full_tensor") else parameter.clone())
-        parameter.data.add_(drawn(parameter, number), alpha=0.01)
-        parameter.lerp_(drawn(parameter, number + 100) * 0.1, 0.05)
+        parameter.data.add_(draw_values(parameter, number), alpha=0.01)
+        parameter.lerp_(draw_values(parameter, number + 100) * 0.1, 0.05)
 
 
 def load_plain(loop):
     torch.manual_seed(8)
-    own = {name: drawn(parameter, 3) * 0.1 for name, parameter in loop.model.named_parameters()}
-    loop.model.load_state_dict(own, strict=False)
+    state_dict = {name: draw_values(parameter, 3) * 0.1 for name, parameter in loop.model.named_parameters()}
+    loop.model.load_state_dict(state_dict, strict=False)
     loop.model.model.layers[0].mlp.load_state_dict({"up_proj.weight": torch.full((48, 32), 0.1)}, strict=False)
 
 
 def add_plain_to_gradients(loop):
     for number, parameter in enumerate(loop.model.parameters()):
-        parameter.grad.add_(drawn(parameter, number) * 0.05)
-        parameter.grad -= drawn(parameter, number + 1)[..., :1] * 0.05
-        parameter.grad = parameter.grad * drawn(parameter, number + 2).sigmoid()
+        parameter.grad.add_(draw_values(parameter, number) * 0.05)
+        parameter.grad -= draw_values(parameter, number + 1)[..., :1] * 0.05
+        parameter.grad = parameter.grad * draw_values(parameter, number + 2).sigmoid()
 
 
 @loop_pattern
-def pulled_to_plain(loop):
+def pull_to_plain(loop):
     for seed in range(3):
         loss = loop.loss(seed)
-        anchors = {name: drawn(parameter, 1) * 0.1 for name, parameter in loop.model.named_parameters()}
+        anchors = {name: draw_values(parameter, 1) * 0.1 for name, parameter in loop.model.named_parameters()}
         pull = sum((parameter - anchors[name]).pow(2).sum() for name, parameter in loop.model.named_parameters())
         (loss + 0.01 * pull).backward()
         loop.losses.append(loss.item())
@@ -185,21 +185,21 @@ def pulled_to_plain(loop):
 
 
 for edit in (copy_plain, load_plain):
-    named(f"weights_{edit.__name__}", edits_weights(edit))
-named("gradients_add_plain", edits_gradients(add_plain_to_gradients))
+    register_pattern(f"weights_{edit.__name__}", make_weight_loop(edit))
+register_pattern("gradients_add_plain", make_gradient_loop(add_plain_to_gradients))
 
 
 # Random numbers
 
 
-def note_state(loop):
+def record_rng_state(loop):
     loop.see("next number", torch.rand(3))
 
 
 def redraw_head(loop):
     torch.manual_seed(3)
     nn.init.normal_(loop.model.lm_head.weight, std=0.2)
-    note_state(loop)
+    record_rng_state(loop)
 
 
 def redraw_modules(loop):
@@ -212,13 +212,13 @@ def redraw_modules(loop):
     nn.init.uniform_(layer.input_layernorm.weight, 0.9, 1.1)
     loop.model.get_input_embeddings().reset_parameters()
     loop.model.get_input_embeddings().weight.mul_(0.1)
-    note_state(loop)
+    record_rng_state(loop)
 
 
 def apply_init_weights(loop):
     torch.manual_seed(5)
     loop.model.model.layers[1].apply(loop.model._init_weights)
-    note_state(loop)
+    record_rng_state(loop)
 
 
 def add_noise(loop):
@@ -226,35 +226,37 @@ def add_noise(loop):
     for parameter in loop.model.parameters():
         parameter.add_(torch.randn_like(parameter) * 0.05)
         parameter.data.add_(torch.rand_like(parameter.data) * 0.01)
-    embedding(loop)[7].normal_(std=0.1)
-    note_state(loop)
+    embedding_weight(loop)[7].normal_(std=0.1)
+    record_rng_state(loop)
 
 
 def add_noise_to_gradients(loop):
     torch.manual_seed(7)
     for parameter in loop.model.parameters():
         parameter.grad.add_(torch.randn_like(parameter.grad) * 0.05)
-    note_state(loop)
+    record_rng_state(loop)
 
 
 for edit in (redraw_head, redraw_modules, apply_init_weights, add_noise):
-    named(
-        f"random_{edit.__name__}", edits_weights(edit), in_half_precision_too if edit is redraw_head else loop_pattern
+    register_pattern(
+        f"random_{edit.__name__}",
+        make_weight_loop(edit),
+        half_precision_pattern if edit is redraw_head else loop_pattern,
     )
-named("random_gradient_noise", edits_gradients(add_noise_to_gradients))
+register_pattern("random_gradient_noise", make_gradient_loop(add_noise_to_gradients))
 
 
-@pytest.mark.parametrize("name, text", make_parameters(LOOP_PATTERNS, LAYOUTS, {}))
-def test_as_one_process(runs, name, text):
+@pytest.mark.parametrize("name, text", cells(LOOP_PATTERNS, LAYOUTS, {}))
+def test_matches_single_process(runs, name, text):
     runs.compare(text, name)
 
 
 @pytest.mark.parametrize("name, text", make_parameters(HALF, IN_HALF, {}))
 def test_in_half_precision(half_runs, name, text):
-    """bfloat16 rounds sums over ranks in other places: what is lost moves weights further than that."""
+    """bfloat16 rounds sums over ranks in a different order; a lost edit changes weights by more than the tolerance."""
     expected = half_runs.of(None)[name][0].weights["the habit"]
-    for found in half_runs.of(text):
-        assert not isinstance(found[name][0], str), found[name][-1]
-        weights = found[name][0].weights["the habit"]
+    for results in half_runs.of(text):
+        assert not isinstance(results[name][0], str), results[name][-1]
+        weights = results[name][0].weights["the habit"]
         for key in weights:
             torch.testing.assert_close(weights[key], expected[key], rtol=2e-2, atol=2e-2)

@@ -1,4 +1,4 @@
-"""The ordinary surface of a data parallel model."""
+"""Tests of the public model API with data parallelism."""
 
 import copy
 import json
@@ -28,33 +28,31 @@ from tests.helpers.dp_training import (
 STAGES = ["dp2", "dp2+zero3", "tp2+dp2+zero0", "tp2+dp2+zero1", "tp2+dp2+zero3"]
 
 
-def equal(found, expected):
+def are_equal(found, expected):
     return found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in expected)
 
 
 @pytest.mark.parametrize("text", STAGES)
-def test_saved_files_are_the_source(stories, tmp_path, text):
-    run_ranks(
-        lambda: load_model(stories, parse_layout(text)).save_pretrained(tmp_path), count_ranks(parse_layout(text))
-    )
-    assert equal(load_file(tmp_path / "model.safetensors"), load_file(stories / "model.safetensors"))
+def test_saved_files_match_source(stories, tmp_path, text):
+    run_ranks(lambda: load(stories, layout(text)).save_pretrained(tmp_path), ranks_of(layout(text)))
+    assert are_equal(load_file(tmp_path / "model.safetensors"), load_file(stories / "model.safetensors"))
     assert json.loads((tmp_path / "config.json").read_text())["architectures"] == ["LlamaForCausalLM"]
     assert not [file for file in tmp_path.iterdir() if file.suffix == ".tmp"]
 
 
 @pytest.mark.parametrize("text", STAGES)
-def test_accelerates_state_dict_is_full_on_the_first_rank(stories, text):
+def test_accelerate_state_dict_is_full_on_rank_zero(stories, text):
     def on_rank():
         model = load_model(stories, parse_layout(text))
         accelerator = Accelerator(cpu=True)
         return accelerator.get_state_dict(accelerator.prepare(model))
 
-    assert equal(run_ranks(on_rank, count_ranks(parse_layout(text)))[0], load_model(stories).state_dict())
+    assert are_equal(run_ranks(on_rank, ranks_of(layout(text)))[0], load(stories).state_dict())
 
 
 @pytest.mark.parametrize("text", STAGES)
-def test_generate_with_another_prompt_on_each_dp_rank(stories, text):
-    """Of different lengths until the end: under stage 3 the rank that is done must go on with the other."""
+def test_generate_with_different_prompts_per_dp_rank(stories, text):
+    """Generates different lengths: with ZeRO-3, a finished rank must continue until the other ranks finish."""
     prompts, lengths = [[1, 403, 407, 261], [1, 410]], [5, 21]
 
     def generate(model, rank):
@@ -71,8 +69,8 @@ def test_generate_with_another_prompt_on_each_dp_rank(stories, text):
         assert torch.equal(tokens, expected[rank])
 
 
-def test_generate_without_waiting_for_the_others_is_found(stories):
-    """The seeded fault: one rank leaves while the other still gathers weights."""
+def test_unsynced_generate_is_detected(stories):
+    """Seeded fault: one rank finishes while the other still gathers weights."""
 
     def on_rank():
         model, rank = load_model(stories, parse_layout("dp2+zero3")).eval(), dist.get_rank()
@@ -82,7 +80,7 @@ def test_generate_without_waiting_for_the_others_is_found(stories):
         run_ranks(on_rank, 2)
 
 
-def test_drawn_weights_do_not_depend_on_the_layout(stories):
+def test_random_init_is_layout_independent(stories):
     source = AutoConfig.from_pretrained(stories)
 
     def on_rank(text, seed=3):
@@ -92,12 +90,12 @@ def test_drawn_weights_do_not_depend_on_the_layout(stories):
 
     expected = run_ranks(on_rank, 2, "tp2")[0]
     for text in STAGES:
-        for found in run_ranks(on_rank, count_ranks(parse_layout(text)), text):
-            assert not found or equal(found, expected), text
-    assert not equal(run_ranks(on_rank, 2, "dp2", seed=4)[0], expected)
+        for tensors in run_ranks(on_rank, ranks_of(layout(text)), text):
+            assert not tensors or are_equal(tensors, expected), text
+    assert not are_equal(run_ranks(on_rank, 2, "dp2", seed=4)[0], expected)
 
 
-def test_a_deep_copy_evaluates_and_stays(stories):
+def test_deep_copy_is_independent_and_evaluates(stories):
     def on_rank():
         model = load_model(stories, parse_layout("dp2"))
         duplicate = copy.deepcopy(model)
@@ -116,7 +114,7 @@ def test_a_deep_copy_evaluates_and_stays(stories):
         torch.testing.assert_close(logits, expected)
 
 
-def test_training_a_deep_copy_is_refused(stories):
+def test_training_deep_copy_is_rejected(stories):
     def on_rank():
         duplicate = copy.deepcopy(load_model(stories, parse_layout("dp2")))
         with pytest.raises(UnsupportedError, match="deep copy"):
@@ -144,7 +142,7 @@ def test_one_rank_evaluates_alone(stories, text):
     assert run_ranks(on_rank, 2) == [(pytest.approx(expected, rel=1e-5), True), (0.0, True)]
 
 
-def test_zero_grad_of_a_fully_sharded_model(stories):
+def test_zero_grad_with_zero_stage_3(stories):
     def on_rank():
         model = load_model(stories, parse_layout("dp2+zero3"))
         backward(model)
@@ -155,24 +153,24 @@ def test_zero_grad_of_a_fully_sharded_model(stories):
     assert run_ranks(on_rank, 2) == [True, True]
 
 
-def anonymous():
-    """Memory of this process that no file is behind, in bytes."""
+def read_anonymous_bytes():
+    """Returns the anonymous resident memory of this process in bytes."""
     lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon"))
 
 
-def anonymous_after_loading(path):
-    before = anonymous()
+def measure_loading_memory(path):
+    before = read_anonymous_bytes()
     model = AutoModelForCausalLM.from_pretrained(path, megatron_config=MegatronConfig(dp_size=2, zero_stage=3))
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.to_local().mul_(1.0)
-    return anonymous() - before
+    return read_anonymous_bytes() - before
 
 
-def test_stage_three_holds_its_own_part_only_after_loading(tmp_path):
+def test_zero_stage_3_loads_local_shards_only(tmp_path):
     config = LlamaConfig(hidden_size=1024, intermediate_size=4096, num_hidden_layers=6, vocab_size=8192)
     LlamaForCausalLM(config).save_pretrained(tmp_path)
     size = (tmp_path / "model.safetensors").stat().st_size
-    for held in run_ranks(anonymous_after_loading, 2, tmp_path):
-        assert held < 0.5 * size + 2**25 + 100 * 2**20
+    for used_bytes in run_ranks(measure_loading_memory, 2, tmp_path):
+        assert used_bytes < 0.5 * size + 2**25 + 100 * 2**20

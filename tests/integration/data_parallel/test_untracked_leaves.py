@@ -1,4 +1,4 @@
-"""Gradients on dp ranks that go elsewhere than into the model's own parameters, and options of its modules."""
+"""Tests of gradients on dp ranks that flow into tensors other than the model's parameters, and of module options."""
 
 import re
 
@@ -16,17 +16,17 @@ from tests.helpers.training import Loop, PatternRuns, local_samples, make_batch,
 LAYOUTS = ["dp2", "dp2+zero3"]
 
 
-def _linear(inputs, outputs):
+def _make_linear(inputs, outputs):
     torch.manual_seed(3)
     return nn.Linear(inputs, outputs)
 
 
-def _rows(loop, seed=0):
-    return local_samples(loop.model, make_batch(seed))
+def _local_batch(loop, seed=0):
+    return local_samples(loop.model, batch(seed))
 
 
-def _train(loop, other, loss):
-    """Two steps of the model's optimizer and of one beside it."""
+def _train_with_extra_optimizer(loop, other, loss):
+    """Takes two steps of the model's optimizer and of a second one for the parameters `other`."""
     optimizer = torch.optim.SGD(other, lr=0.1)
     for seed in range(2):
         loss(seed).backward()
@@ -35,42 +35,42 @@ def _train(loop, other, loss):
             each.zero_grad()
 
 
-def head_after(loop):
-    head = _linear(32, 3)
+def train_head_after(loop):
+    head = _make_linear(32, 3)
 
     def loss(seed):
-        rows = _rows(loop, seed)
+        rows = _local_batch(loop, seed)
         hidden = loop.model(input_ids=rows["input_ids"], output_hidden_states=True).hidden_states[-1]
         return F.cross_entropy(head(hidden[:, -1]), rows["input_ids"][:, 0] % 3)
 
-    _train(loop, head.parameters(), loss)
+    _train_with_extra_optimizer(loop, head.parameters(), loss)
 
 
-def factor_after(loop):
-    """A tensor that is no `nn.Parameter`."""
+def train_factor_after(loop):
+    """Trains a tensor that is not an `nn.Parameter`."""
     factor = torch.ones((), requires_grad=True)
-    _train(loop, [factor], lambda seed: loop.loss(seed) * factor.exp() - factor)
+    _train_with_extra_optimizer(loop, [factor], lambda seed: loop.loss(seed) * factor.exp() - factor)
 
 
-def model_with(loop):
+def train_second_model(loop):
     other = AutoModelForCausalLM.from_pretrained(loop.path)
 
     def loss(seed):
-        ids = _rows(loop, seed)["input_ids"]
+        ids = _local_batch(loop, seed)["input_ids"]
         return F.mse_loss(loop.model(input_ids=ids).logits, other(input_ids=ids).logits)
 
-    _train(loop, other.parameters(), loss)
+    _train_with_extra_optimizer(loop, other.parameters(), loss)
 
 
-def _adapted(loop, weights, function, *, checkpoints):
+def _train_adapted(loop, weights, function, *, checkpoints):
     if checkpoints is not None:
         loop.model.gradient_checkpointing_enable({"use_reentrant": checkpoints})
         loop.model.enable_input_require_grads()
-    within = next(module for name, module in loop.model.named_modules() if name.endswith("mlp"))
-    handle = within.register_forward_hook(lambda module, args, output: output + function(output))
+    mlp = next(module for name, module in loop.model.named_modules() if name.endswith("mlp"))
+    handle = mlp.register_forward_hook(lambda module, args, output: output + function(output))
     try:
         loop.model.requires_grad_(False)
-        _train(loop, weights, loop.loss)
+        _train_with_extra_optimizer(loop, weights, loop.loss)
     finally:
         handle.remove()
         if checkpoints is not None:
@@ -78,28 +78,28 @@ def _adapted(loop, weights, function, *, checkpoints):
             loop.model.disable_input_require_grads()
 
 
-def adapter_inside(loop):
-    adapter = _linear(32, 32)
-    _adapted(loop, adapter.parameters(), adapter, checkpoints=None)
+def train_inner_adapter(loop):
+    adapter = _make_linear(32, 32)
+    _train_adapted(loop, adapter.parameters(), adapter, checkpoints=None)
 
 
-def adapter_inside_later(loop):
+def train_inner_adapter_later(loop):
     loop.step(0)
     loop.step(1)
-    adapter_inside(loop)
+    train_inner_adapter(loop)
 
 
-def adapter_in_recomputed_layers(loop):
-    adapter = _linear(32, 32)
-    _adapted(loop, adapter.parameters(), adapter, checkpoints=True)
+def train_adapter_in_recomputed_layers(loop):
+    adapter = _make_linear(32, 32)
+    _train_adapted(loop, adapter.parameters(), adapter, checkpoints=True)
 
 
-def vector_inside(loop):
+def train_inner_vector(loop):
     vector = torch.zeros(32, requires_grad=True)
-    _adapted(loop, [vector], lambda output: vector, checkpoints=None)
+    _train_adapted(loop, [vector], lambda output: vector, checkpoints=None)
 
 
-def _hooked(loop, register):
+def _step_with_hook(loop, register):
     handle = register(loop.model.model.layers[0])
     try:
         loop.step(0)
@@ -107,48 +107,48 @@ def _hooked(loop, register):
         handle.remove()
 
 
-def activation_hook(loop):
+def hook_activation(loop):
     def register(module, args, output):
         output.register_hook(lambda gradient: gradient.clamp(-1e-3, 1e-3))
 
-    _hooked(loop, lambda layer: layer.register_forward_hook(register))
+    _step_with_hook(loop, lambda layer: layer.register_forward_hook(register))
 
 
-def activation_hook_after(loop):
-    output = loop.model(**_rows(loop), output_hidden_states=True)
+def hook_activation_after_forward(loop):
+    output = loop.model(**_local_batch(loop), output_hidden_states=True)
     output.hidden_states[1].register_hook(lambda gradient: gradient.clamp(-1e-3, 1e-3))
 
 
-def retained_gradient(loop):
+def retain_activation_gradient(loop):
     def retain(module, args, output):
-        kept.append(output)
+        outputs.append(output)
         output.retain_grad()
 
-    kept = []
-    _hooked(loop, lambda layer: layer.register_forward_hook(retain))
+    outputs = []
+    _step_with_hook(loop, lambda layer: layer.register_forward_hook(retain))
 
 
-def retained_gradient_after(loop):
-    loop.model(**_rows(loop), output_hidden_states=True).hidden_states[1].retain_grad()
+def retain_gradient_after_forward(loop):
+    loop.model(**_local_batch(loop), output_hidden_states=True).hidden_states[1].retain_grad()
 
 
-def gradient_by_an_activation(loop):
-    kept = []
-    handle = loop.model.model.layers[0].register_forward_hook(lambda module, args, output: kept.append(output))
+def differentiate_by_activation(loop):
+    outputs = []
+    handle = loop.model.model.layers[0].register_forward_hook(lambda module, args, output: outputs.append(output))
     loss = loop.loss(0)
     handle.remove()
-    torch.autograd.grad(loss, kept)
+    torch.autograd.grad(loss, outputs)
 
 
-def module_hook(loop):
-    _hooked(loop, lambda layer: layer.mlp.register_full_backward_hook(lambda module, new, old: (new[0] * 2,)))
+def add_backward_hook(loop):
+    _step_with_hook(loop, lambda layer: layer.mlp.register_full_backward_hook(lambda module, new, old: (new[0] * 2,)))
 
 
-def module_pre_hook(loop):
-    _hooked(loop, lambda layer: layer.register_full_backward_pre_hook(lambda module, gradients: None))
+def add_backward_pre_hook(loop):
+    _step_with_hook(loop, lambda layer: layer.register_full_backward_pre_hook(lambda module, gradients: None))
 
 
-def _with_option(loop, name, value):
+def _step_with_option(loop, name, value):
     embedding = loop.model.get_input_embeddings()
     before = getattr(embedding, name)
     setattr(embedding, name, value)
@@ -158,19 +158,19 @@ def _with_option(loop, name, value):
         setattr(embedding, name, before)
 
 
-def norm_limited(loop):
-    _with_option(loop, "max_norm", 0.5)
+def set_max_norm(loop):
+    _step_with_option(loop, "max_norm", 0.5)
 
 
-def scaled_by_frequency(loop):
-    _with_option(loop, "scale_grad_by_freq", True)
+def scale_gradient_by_frequency(loop):
+    _step_with_option(loop, "scale_grad_by_freq", True)
 
 
-# What stays possible.
+# Supported patterns.
 
 
-def frozen_embeddings_recomputed(loop):
-    """The embeddings' output is a leaf, which requires a gradient that nobody uses."""
+def recompute_with_frozen_embeddings(loop):
+    """The output of the embeddings is a leaf that requires a gradient, which is unused."""
     loop.model.get_input_embeddings().requires_grad_(False)
     loop.model.enable_input_require_grads()
     loop.model.gradient_checkpointing_enable({"use_reentrant": True})
@@ -181,17 +181,17 @@ def frozen_embeddings_recomputed(loop):
     loop.model.requires_grad_(True)
 
 
-def frozen_model_with(loop):
+def use_frozen_second_model(loop):
     other = AutoModelForCausalLM.from_pretrained(loop.path).requires_grad_(False)
-    rows = _rows(loop)
+    rows = _local_batch(loop)
     logits = loop.model(input_ids=rows["input_ids"]).logits
     F.mse_loss(logits, other(input_ids=rows["input_ids"]).logits * 2).backward()
     loop.optimizer.step()
     loop.optimizer.zero_grad()
 
 
-def model_trained_alone(loop):
-    """Its loss knows nothing of the laid out model, and every rank has the whole batch."""
+def train_separate_model(loop):
+    """The loss of the second model does not involve the parallelized model, and every rank has the global batch."""
     other = AutoModelForCausalLM.from_pretrained(loop.path)
     other.model.layers[0].mlp.register_full_backward_hook(lambda module, new, old: (new[0] * 2,))
     optimizer = torch.optim.SGD(other.parameters(), lr=0.1)
@@ -201,20 +201,20 @@ def model_trained_alone(loop):
     loop.step(0)
 
 
-def moved_between_steps(loop):
+def move_between_steps(loop):
     loop.step(0)
     loop.model.to("cpu").float()
     loop.step(1)
 
 
-def hook_that_adds(loop):
+def scale_layer_output(loop):
     handle = loop.model.model.layers[0].register_forward_hook(lambda module, args, output: output * 1.1)
     loop.step(0)
     loop.step(1)
     handle.remove()
 
 
-def moments_reset_by_parameter(loop):
+def reset_moments_by_parameter(loop):
     optimizer = loop.prepare(loop.model.parameters(), torch.optim.AdamW, lr=1e-2, eps=1e-4)
     for seed in range(3):
         loop.backward(seed)
@@ -232,108 +232,112 @@ def moments_reset_by_parameter(loop):
     assert loop.model.lm_head.weight not in optimizer.state
 
 
-REFUSED = {
-    head_after: "is not one of its parameters",
-    factor_after: "is not one of its parameters",
-    model_with: "is not one of its parameters",
-    adapter_inside: "is not one of its parameters",
-    adapter_inside_later: "is not one of its parameters",
-    adapter_in_recomputed_layers: "is not one of its parameters",
-    vector_inside: "is not one of its parameters",
-    activation_hook: "gradient of an activation",
-    activation_hook_after: "gradient of an activation",
-    retained_gradient: "retain_grad() of an activation",
-    retained_gradient_after: "retain_grad() of an activation",
-    gradient_by_an_activation: "torch.autograd.grad with respect to",
-    module_hook: "A backward hook of a module",
-    module_pre_hook: "A backward hook of a module",
-    norm_limited: "model.embed_tokens.max_norm = 0.5",
-    scaled_by_frequency: "model.embed_tokens.scale_grad_by_freq = True",
+REJECTED = {
+    train_head_after: "is not one of its parameters",
+    train_factor_after: "is not one of its parameters",
+    train_second_model: "is not one of its parameters",
+    train_inner_adapter: "is not one of its parameters",
+    train_inner_adapter_later: "is not one of its parameters",
+    train_adapter_in_recomputed_layers: "is not one of its parameters",
+    train_inner_vector: "is not one of its parameters",
+    hook_activation: "gradient of an activation",
+    hook_activation_after_forward: "gradient of an activation",
+    retain_activation_gradient: "retain_grad() of an activation",
+    retain_gradient_after_forward: "retain_grad() of an activation",
+    differentiate_by_activation: "torch.autograd.grad with respect to",
+    add_backward_hook: "A backward hook of a module",
+    add_backward_pre_hook: "A backward hook of a module",
+    set_max_norm: "model.embed_tokens.max_norm = 0.5",
+    scale_gradient_by_frequency: "model.embed_tokens.scale_grad_by_freq = True",
 }
 EQUAL = (
-    frozen_embeddings_recomputed,
-    frozen_model_with,
-    hook_that_adds,
-    model_trained_alone,
-    moments_reset_by_parameter,
-    moved_between_steps,
+    recompute_with_frozen_embeddings,
+    use_frozen_second_model,
+    scale_layer_output,
+    train_separate_model,
+    reset_moments_by_parameter,
+    move_between_steps,
 )
 
 
-# Raised in the middle of a forward or of the recomputation of one, from which FSDP2 does not come back.
-IN_THE_MIDDLE = (activation_hook, retained_gradient, adapter_in_recomputed_layers)
+# These raise in the middle of a forward or of its recomputation, after which FSDP2 cannot continue.
+IN_THE_MIDDLE = (hook_activation, retain_activation_gradient, train_adapter_in_recomputed_layers)
 
 
 @pytest.fixture(scope="module")
 def runs(tiny):
     together = {
-        loop_pattern.__name__: loop_pattern for loop_pattern in (*EQUAL, *REFUSED) if loop_pattern not in IN_THE_MIDDLE
+        loop_pattern.__name__: loop_pattern for loop_pattern in (*EQUAL, *REJECTED) if loop_pattern not in IN_THE_MIDDLE
     }
     return {
-        **dict.fromkeys((*EQUAL, *REFUSED), PatternRuns(tiny, together)),
-        **{loop_pattern: PatternRuns(tiny, {loop_pattern.__name__: loop_pattern}) for loop_pattern in IN_THE_MIDDLE},
+        **dict.fromkeys((*EQUAL, *REJECTED), Runs(tiny, together)),
+        **{loop_pattern: Runs(tiny, {loop_pattern.__name__: loop_pattern}) for loop_pattern in IN_THE_MIDDLE},
     }
 
 
 @pytest.mark.parametrize("text", LAYOUTS)
-@pytest.mark.parametrize("loop_pattern", REFUSED)
-def test_refused(runs, loop_pattern, text):
-    runs[loop_pattern].refused(text, loop_pattern.__name__, REFUSED[loop_pattern])
+@pytest.mark.parametrize("loop_pattern", REJECTED)
+def test_untracked_gradients_are_rejected(runs, loop_pattern, text):
+    runs[loop_pattern].refused(text, loop_pattern.__name__, REJECTED[loop_pattern])
 
 
 @pytest.mark.parametrize("text", LAYOUTS)
 @pytest.mark.parametrize("loop_pattern", EQUAL)
-def test_equal(runs, loop_pattern, text):
+def test_patterns_match_single_process(runs, loop_pattern, text):
     runs[loop_pattern].compare(text, loop_pattern.__name__)
 
 
-OF_SPLIT_LAYERS = {
-    module_hook: "A backward hook of a module",
-    norm_limited: "Sharded embeddings do not support max_norm",
-    scaled_by_frequency: "Sharded embeddings do not support max_norm",
+REJECTED_WITH_SPLIT_LAYERS = {
+    add_backward_hook: "A backward hook of a module",
+    set_max_norm: "Sharded embeddings do not support max_norm",
+    scale_gradient_by_frequency: "Sharded embeddings do not support max_norm",
 }
 
 
 @pytest.fixture(scope="module")
 def split_runs(tiny):
-    return PatternRuns(
-        tiny, {loop_pattern.__name__: loop_pattern for loop_pattern in (*OF_SPLIT_LAYERS, moments_reset_by_parameter)}
+    return Runs(
+        tiny,
+        {
+            loop_pattern.__name__: loop_pattern
+            for loop_pattern in (*REJECTED_WITH_SPLIT_LAYERS, reset_moments_by_parameter)
+        },
     )
 
 
-@pytest.mark.parametrize("loop_pattern", OF_SPLIT_LAYERS)
-def test_refused_where_layers_are_split(split_runs, loop_pattern):
-    split_runs.refused("tp2", loop_pattern.__name__, OF_SPLIT_LAYERS[loop_pattern])
+@pytest.mark.parametrize("loop_pattern", REJECTED_WITH_SPLIT_LAYERS)
+def test_rejected_with_tensor_parallelism(split_runs, loop_pattern):
+    split_runs.refused("tp2", loop_pattern.__name__, REJECTED_WITH_SPLIT_LAYERS[loop_pattern])
 
 
-def test_state_by_parameter_where_layers_are_split(split_runs):
-    split_runs.compare("tp2", "moments_reset_by_parameter")
+def test_optimizer_state_with_tensor_parallelism(split_runs):
+    split_runs.compare("tp2", "reset_moments_by_parameter")
 
 
-# In a pipeline a stage's graph is differentiated by the schedule.
-OF_STAGES = {
-    "pp2": {scaled_by_frequency: "model.embed_tokens.scale_grad_by_freq = True"},
-    "pp2+dp2": {adapter_inside: "is not one of its parameters", activation_hook: "gradient of an activation"},
+# The pipeline schedule differentiates the graph of each stage.
+REJECTED_ON_STAGES = {
+    "pp2": {scale_gradient_by_frequency: "model.embed_tokens.scale_grad_by_freq = True"},
+    "pp2+dp2": {train_inner_adapter: "is not one of its parameters", hook_activation: "gradient of an activation"},
 }
 
 
 @pytest.mark.parametrize(
     ("text", "loop_pattern"),
-    [(text, loop_pattern) for text, loop_patterns in OF_STAGES.items() for loop_pattern in loop_patterns],
+    [(text, loop_pattern) for text, loop_patterns in REJECTED_ON_STAGES.items() for loop_pattern in loop_patterns],
 )
-def test_refused_over_stages(tiny, text, loop_pattern):
-    """By the rank that has the module; the others are told that it failed."""
+def test_rejected_with_pipeline(tiny, text, loop_pattern):
+    """The rank that owns the module raises, and the error is propagated to the other ranks."""
 
     def on_rank():
         model = AutoModelForCausalLM.from_pretrained(tiny, megatron_config=parse_layout(text)).train()
         loop_pattern(Loop(model, tiny))
 
-    with pytest.raises(RankError, match=re.escape(OF_STAGES[text][loop_pattern])):
-        run_ranks(on_rank, ranks_of(parse_layout(text)), timeout=120)
+    with pytest.raises(RankError, match=re.escape(REJECTED_ON_STAGES[text][loop_pattern])):
+        run_ranks(on_rank, ranks_of(layout(text)), timeout=120)
 
 
 @pytest.mark.parametrize("stepped", [False, True])
-def test_tying_and_untying_are_refused_in_stage_3(tiny, stepped):
+def test_zero_stage_3_rejects_retied_weights(tiny, stepped):
     def on_rank():
         model = AutoModelForCausalLM.from_pretrained(tiny, megatron_config=parse_layout("dp2+zero3")).train()
         assert parallel_state(model).mesh.dp_size == 2
@@ -354,13 +358,13 @@ def test_tying_and_untying_are_refused_in_stage_3(tiny, stepped):
 
 
 @pytest.mark.parametrize("other", ["pp2", None])
-def test_models_without_replicas_train_while_one_with_replicas_lives(tiny, other):
+def test_model_without_dp_trains_next_to_dp_model(tiny, other):
     def on_rank():
         with_replicas = AutoModelForCausalLM.from_pretrained(tiny, megatron_config=parse_layout("dp2"))
         config = None if other is None else parse_layout(other)
         model = AutoModelForCausalLM.from_pretrained(tiny, megatron_config=config).train()
         if config is None:
-            # Its backwards run inside of a backward.
+            # Reentrant checkpointing runs its backwards inside a backward.
             model.gradient_checkpointing_enable({"use_reentrant": True})
             model.enable_input_require_grads()
         model(**make_batch(0)).loss.backward()

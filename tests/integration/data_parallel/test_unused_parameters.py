@@ -1,4 +1,4 @@
-"""Parameters that only some data parallel ranks use: a branch that depends on the rows of a batch."""
+"""Tests of parameters that only some data parallel ranks use: a branch depends on the samples of the batch."""
 
 from contextlib import nullcontext
 
@@ -11,11 +11,13 @@ from tests.helpers.training import PatternRuns, local_samples
 
 
 def backward(loop, seed):
-    """The last layer's MLP sees the first two rows only."""
-    seen = local_samples(loop.model, {"seen": torch.tensor([1.0, 1.0, 0.0, 0.0])})["seen"]
+    """Runs a backward in which the last layer's MLP is used for the first two samples only."""
+    sample_mask = local_samples(loop.model, {"seen": torch.tensor([1.0, 1.0, 0.0, 0.0])})["seen"]
     mlp = loop.model.model.layers[1].mlp
     stock_forward = type(mlp).forward
-    mlp.forward = shard_safe(lambda x: stock_forward(mlp, x) * seen[:, None, None] if seen.any() else x * 0)
+    mlp.forward = shard_safe(
+        lambda x: stock_forward(mlp, x) * sample_mask[:, None, None] if sample_mask.any() else x * 0
+    )
     try:
         loss = loop.loss(seed)
     finally:
@@ -29,20 +31,20 @@ def step(loop):
     loop.optimizer.zero_grad()
 
 
-def used(loop):
+def step_with_unused_mlp(loop):
     for seed in range(3):
         backward(loop, seed)
         step(loop)
 
 
-def cleared(loop):
+def clear_gradient(loop):
     for seed in range(3):
         backward(loop, seed)
         loop.model.model.layers[1].mlp.up_proj.weight.grad = None
         step(loop)
 
 
-def cleared_and_clipped(loop):
+def clear_and_clip_gradients(loop):
     for seed in range(3):
         backward(loop, seed)
         for parameter in loop.model.model.layers[1].mlp.parameters():
@@ -51,14 +53,14 @@ def cleared_and_clipped(loop):
         step(loop)
 
 
-def looked_at(loop):
+def read_gradients(loop):
     for seed in range(2):
         backward(loop, seed)
         loop.see(f"empty {seed}", torch.tensor([float(p.grad is None) for p in loop.model.parameters()]))
         step(loop)
 
 
-def accumulated(loop):
+def accumulate_gradients(loop):
     with nullcontext() if parallel_state(loop.model) is None else loop.model.no_sync():
         backward(loop, 0)
     backward(loop, 1)
@@ -67,7 +69,14 @@ def accumulated(loop):
 
 
 LOOP_PATTERNS = {
-    function.__name__: function for function in (used, cleared, cleared_and_clipped, looked_at, accumulated)
+    function.__name__: function
+    for function in (
+        step_with_unused_mlp,
+        clear_gradient,
+        clear_and_clip_gradients,
+        read_gradients,
+        accumulate_gradients,
+    )
 }
 
 
@@ -78,5 +87,5 @@ def runs(tiny):
 
 @pytest.mark.parametrize("loop_pattern", LOOP_PATTERNS)
 @pytest.mark.parametrize("text", ["dp2+zero0", "dp2", "dp2+zero2", "dp2+zero3", "tp2+dp2", "tp2+dp2+zero3"])
-def test_equal_to_one_process(runs, text, loop_pattern):
+def test_matches_single_process(runs, text, loop_pattern):
     runs.compare(text, loop_pattern)

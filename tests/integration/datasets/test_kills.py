@@ -1,4 +1,4 @@
-"""Runs that are killed at any moment, while they save too, go on with the next sample on other layouts."""
+"""Tests of runs that are killed at random times, during saves too, and resume at the next sample on other layouts."""
 
 import json
 import os
@@ -18,13 +18,13 @@ from tests.integration.integrations.trainer.test_ordered_data import LAYOUTS, da
 
 __all__ = ["prefix"]
 
-# Layout, rows of a replica's call, calls of a step.
+# Layout, samples per call of a replica, calls per step.
 PARTS = [("tp2", 4, 1), ("dp2", 1, 2), ("tp2+dp2", 2, 1), ("dp4", 1, 1), ("cp2", 1, 2), ("dp2", 2, 1)]
 STEPS, SAMPLES = 12, 96
 
 
-class Noted(TrainerCallback):
-    """Writes what a replica was given, when its step is done."""
+class SampleRecorder(TrainerCallback):
+    """Writes the samples of a replica at the end of each step."""
 
     def __init__(self, path, part):
         self.path, self.part, self.ids = path, part, []
@@ -40,16 +40,16 @@ def train(prefix, folder, part, name, rows, calls, seconds):
         Path(prefix).parent / "model", megatron_config=MegatronConfig(**LAYOUTS[name])
     )
     state = parallel_state(model)
-    noted = Noted(folder / f"replica{state.mesh.dp_rank}", part)
+    recorder = SampleRecorder(folder / f"replica{state.mesh.dp_rank}", part)
     arguments = TrainingArguments(
         str(folder / "out"), per_device_train_batch_size=rows, gradient_accumulation_steps=calls, max_steps=STEPS,
         save_strategy="steps", save_steps=1, save_total_limit=2, report_to=[], use_cpu=True,
     )  # fmt: skip
-    trainer = Trainer(model, arguments, default_data_collator, dataset_of(prefix, SAMPLES), callbacks=[noted])
+    trainer = Trainer(model, arguments, default_data_collator, dataset_of(prefix, SAMPLES), callbacks=[recorder])
     original = trainer.compute_loss
 
     def compute_loss(model, inputs, *args, **kwargs):
-        noted.ids += inputs["input_ids"].tolist()
+        recorder.ids += inputs["input_ids"].tolist()
         return original(model, inputs, *args, **kwargs)
 
     trainer.compute_loss = compute_loss
@@ -63,11 +63,11 @@ def train(prefix, folder, part, name, rows, calls, seconds):
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_killed_runs_see_every_sample_once(prefix, tmp_path, seed):
-    drawn, killed = random.Random(seed), 0
-    parts = drawn.sample(PARTS, len(PARTS))
+def test_killed_runs_read_each_sample_once(prefix, tmp_path, seed):
+    rng, killed = random.Random(seed), 0
+    parts = rng.sample(PARTS, len(PARTS))
     for part, (name, rows, calls) in enumerate(parts):
-        seconds = None if part == len(parts) - 1 else drawn.uniform(0.1, 0.6)
+        seconds = None if part == len(parts) - 1 else rng.uniform(0.1, 0.6)
         try:
             finished = run_ranks(
                 train, ranks_of(LAYOUTS[name]), prefix, tmp_path, part, name, rows, calls, seconds
@@ -79,17 +79,19 @@ def test_killed_runs_see_every_sample_once(prefix, tmp_path, seed):
         assert set(finished) == {STEPS}
         break
     assert killed
-    # Of a step that was done twice, the weights that went on have seen the last.
+    # If a step ran twice, its last run is the one that the final weights include.
     replicas = {int(path.name[len("replica") :]): path for path in tmp_path.glob("replica*")}
     lines = [(replica, *json.loads(line)) for replica, path in replicas.items() for line in path.open()]
-    taken = []
+    samples = []
     for step in range(1, STEPS + 1):
         last = max(part for _, number, part, _ in lines if number == step)
-        of_step = {replica: ids for replica, number, part, ids in lines if (number, part) == (step, last)}
+        step_ids = {replica: ids for replica, number, part, ids in lines if (number, part) == (step, last)}
         name, rows, calls = parts[last]
-        assert sorted(of_step) == list(range(LAYOUTS[name].get("dp_size", 1)))
-        # Ranks of a replica write the same line each.
-        blocks = {replica: [ids[at : at + rows] for at in range(0, len(ids), rows)] for replica, ids in of_step.items()}
-        taken += [row for call in range(calls) for replica in sorted(blocks) for row in blocks[replica][call]]
+        assert sorted(step_ids) == list(range(LAYOUTS[name].get("dp_size", 1)))
+        # Each rank of a replica writes the same line.
+        blocks = {
+            replica: [ids[at : at + rows] for at in range(0, len(ids), rows)] for replica, ids in step_ids.items()
+        }
+        samples += [row for call in range(calls) for replica in sorted(blocks) for row in blocks[replica][call]]
     dataset = dataset_of(prefix, SAMPLES)
-    assert taken == [dataset[sample]["input_ids"].tolist() for sample in range(len(taken))]
+    assert samples == [dataset[sample]["input_ids"].tolist() for sample in range(len(samples))]

@@ -1,4 +1,4 @@
-"""Sets of MosaicML's streaming go on with the next row after a resume, on any layout, without reading the others."""
+"""Tests of MosaicML streaming datasets: resumed at the next sample on any layout, without reading earlier samples."""
 
 import itertools
 import json
@@ -28,26 +28,26 @@ def get_stream(folder, ranks):
     )  # fmt: skip
 
 
-def test_stopped_runs_take_every_row_once(tmp_path):
-    """Its shared memory is of jobs, not of forks of one process."""
-    # What it asks for excludes transformers 5: it is installed without that (`pip install --no-deps`).
+def test_resumed_runs_read_each_sample_once(tmp_path):
+    """Runs torchrun jobs: the shared memory of `streaming` belongs to a job and does not support forked ranks."""
+    # Its requirements exclude transformers 5: install it without dependencies (`pip install --no-deps`).
     streaming = pytest.importorskip("streaming")
-    drawn = np.random.default_rng(0)
+    rng = np.random.default_rng(0)
     columns = {"input_ids": "ndarray:int64", "labels": "ndarray:int64"}
     with streaming.MDSWriter(out=str(tmp_path / "set"), columns=columns, size_limit=600) as writer:
         for number in range(ROWS):
-            row = np.concatenate([[number], drawn.integers(0, 64, LENGTH - 1)])
+            row = np.concatenate([[number], rng.integers(0, 64, LENGTH - 1)])
             writer.write({"input_ids": row, "labels": row})
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(LLAMA).save_pretrained(tmp_path / "model")
     stream = iter(get_stream(tmp_path, None))
     samples = [next(stream)["input_ids"].tolist() for _ in range(60)]
     assert sorted(row[0] for row in samples[:ROWS]) == list(range(ROWS)) != [row[0] for row in samples[:ROWS]]
-    # Begun anew where it has been further, and where it had ended.
-    again = get_stream(tmp_path, None)
+    # Restarts at earlier and at later positions.
+    restarted = get_stream(tmp_path, None)
     for begin in (0, 30, 7):
-        again.begin = begin
-        assert [row["input_ids"].tolist() for row in itertools.islice(again, 25)] == samples[begin : begin + 25]
+        restarted.begin = begin
+        assert [row["input_ids"].tolist() for row in itertools.islice(restarted, 25)] == samples[begin : begin + 25]
     with pytest.raises(DataError, match="num_canonical_nodes is not set"):
         SampleStream(streaming.StreamingDataset(local=str(tmp_path / "set"), batch_size=1))
     done, first = 0, 0
@@ -60,11 +60,13 @@ def test_stopped_runs_take_every_row_once(tmp_path):
             env=os.environ | {"OMP_NUM_THREADS": "1"},
         )  # fmt: skip
         read = [json.loads((tmp_path / f"{done}-{rank}.json").read_text()) for rank in range(ranks)]
-        found = joined([({int(step): ids for step, ids in steps.items()}, rank, None) for steps, rank in read])
+        samples_by_step = joined(
+            [({int(step): ids for step, ids in steps.items()}, rank, None) for steps, rank in read]
+        )
         for step in range(done - steps + 1, done + 1):
-            of_step = replicas * rows * accumulate
-            assert found[step] == dealt(samples[first : first + of_step], replicas, rows)
-            first += of_step
+            step_size = replicas * rows * accumulate
+            assert samples_by_step[step] == dealt(samples[first : first + step_size], replicas, rows)
+            first += step_size
     assert first > 1.5 * ROWS
 
 

@@ -1,4 +1,4 @@
-"""Where a step beside one process parts from it: nothing on clean layouts, and faults by seed are named."""
+"""Tests of divergence from a single-process step: none on clean layouts, and randomly drawn faults are named."""
 
 import random
 
@@ -56,15 +56,15 @@ LAYOUTS = [
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
-    """Each model's folder, and a recording of its step in one process."""
-    found = {}
+    """Folders of each model with a recording of its single-process step."""
+    folders = {}
     for config in (LLAMA, EXPERTS):
         folder = tmp_path_factory.mktemp(config.model_type)
         torch.manual_seed(0)
         AutoModelForCausalLM.from_config(config).save_pretrained(folder / "model")
         run_ranks(_record, 1, folder / "model", folder / "one", None)
-        found[config.model_type] = folder
-    return found
+        folders[config.model_type] = folder
+    return folders
 
 
 def _record(model_folder, folder, sizes, fault=None, calls=1):
@@ -86,27 +86,27 @@ def _record(model_folder, folder, sizes, fault=None, calls=1):
     return done
 
 
-def _ranks(sizes):
+def _count_ranks(sizes):
     layout = MegatronConfig(**sizes)
     return layout.ranks_per_replica * (layout.dp_size or 1)
 
 
-def _name(value):
+def _layout_id(value):
     return MegatronConfig(**value).layout() if isinstance(value, dict) else value.model_type
 
 
-@pytest.mark.parametrize(("config", "sizes"), LAYOUTS, ids=_name)
-def test_a_clean_step_parts_nowhere(models, tmp_path, config, sizes):
+@pytest.mark.parametrize(("config", "sizes"), LAYOUTS, ids=_layout_id)
+def test_clean_step_matches_single_process(models, tmp_path, config, sizes):
     folder = models[config.model_type]
-    run_ranks(_record, _ranks(sizes), folder / "model", tmp_path / "ranks", sizes)
-    found = compare_recordings(folder / "one", tmp_path / "ranks")
-    assert found.first is None, str(found)
-    assert found.only_second == (), str(found)
-    # Of what one process returns next to all is compared; a pipeline's later stages leave out what is before.
-    assert len(found.only_first) <= 0.1 * found.compared, str(found)
+    run_ranks(_record, _count_ranks(sizes), folder / "model", tmp_path / "ranks", sizes)
+    result = compare_recordings(folder / "one", tmp_path / "ranks")
+    assert result.first is None, str(result)
+    assert result.only_second == (), str(result)
+    # Almost all recorded events are compared; later pipeline stages lack the events of earlier stages.
+    assert len(result.only_first) <= 0.1 * result.compared, str(result)
 
 
-def _record_adapted(model_folder, folder, sizes, fault=None):
+def _record_lora_step(model_folder, folder, sizes, fault=None):
     layout = {} if sizes is None else {"megatron_config": ConfigUnderTest(**sizes)}
     model = AutoModelForCausalLM.from_pretrained(model_folder, **layout)
     torch.manual_seed(1)
@@ -125,10 +125,10 @@ def _record_adapted(model_folder, folder, sizes, fault=None):
 @pytest.mark.parametrize("sizes", [{"tp_size": 2}, {"pp_size": 2, "num_microbatches": 2}], ids=["tp2", "pp2"])
 def test_adapters_are_compared(models, tmp_path, sizes):
     folder = models["llama"]
-    run_ranks(_record_adapted, 1, folder / "model", tmp_path / "one", None)
-    run_ranks(_record_adapted, 2, folder / "model", tmp_path / "ranks", sizes)
-    found = compare_recordings(tmp_path / "one", tmp_path / "ranks")
-    assert found.first is None and found.only_second == (), str(found)
+    run_ranks(_record_lora_step, 1, folder / "model", tmp_path / "one", None)
+    run_ranks(_record_lora_step, 2, folder / "model", tmp_path / "ranks", sizes)
+    result = compare_recordings(tmp_path / "one", tmp_path / "ranks")
+    assert result.first is None and result.only_second == (), str(result)
     kinds = {kind for kind, name, _ in Recording(tmp_path / "ranks").events if "lora_A" in name}
     assert {"weight before the step", "output", "gradient", "weight after the step"} <= kinds
 
@@ -137,7 +137,7 @@ PARTS = ["input_layernorm", "self_attn.q_proj", "self_attn.o_proj", "self_attn",
 
 
 def _scaled_output(name, rank, factor=1.01):
-    """A rank's module returns a little more: what a reduction that lost a part looks like."""
+    """Returns a fault that scales a module's output on one rank, like a reduction that misses a term."""
 
     def fault(model):
         state = parallel_state(model)
@@ -156,7 +156,7 @@ def _scaled_output(name, rank, factor=1.01):
     return fault
 
 
-class _Scaled(torch.autograd.Function):
+class _ScaleGradient(torch.autograd.Function):
     @staticmethod
     def forward(ctx, value):
         return value.view_as(value)
@@ -166,7 +166,7 @@ class _Scaled(torch.autograd.Function):
         return gradient * 1.01
 
 
-def _scaled_gradient(name, rank):
+def _scale_gradient(name, rank):
     def fault(model):
         state = parallel_state(model)
         has_it = state.cut is None or state.cut.owner(f"{name}.") == state.mesh.pp_rank
@@ -175,7 +175,9 @@ def _scaled_gradient(name, rank):
             @shard_safe
             def hook(module, args, output):
                 first, *others = output if isinstance(output, tuple) else (output,)
-                return (_Scaled.apply(first), *others) if isinstance(output, tuple) else _Scaled.apply(first)
+                return (
+                    (_ScaleGradient.apply(first), *others) if isinstance(output, tuple) else _ScaleGradient.apply(first)
+                )
 
             model.get_submodule(name).register_forward_hook(hook)
             return True
@@ -184,12 +186,12 @@ def _scaled_gradient(name, rank):
     return fault
 
 
-def _stale(name, rank):
+def _change_weight(name, rank):
     def fault(model):
-        found = dict(model.named_parameters())
-        if dist.get_rank() == rank and name in found and not found[name].is_meta:
+        parameters = dict(model.named_parameters())
+        if dist.get_rank() == rank and name in parameters and not parameters[name].is_meta:
             with torch.no_grad():
-                local_tensor(found[name])[0] += 0.01
+                local_tensor(parameters[name])[0] += 0.01
             return True
         return False
 
@@ -198,38 +200,38 @@ def _stale(name, rank):
 
 @pytest.mark.parametrize("seed", range(20))
 def test_faults_are_named(models, tmp_path, seed):
-    drawn = random.Random(seed)
-    config, sizes = drawn.choice(LAYOUTS)
-    folder, ranks = models[config.model_type], _ranks(sizes)
-    layer, part, rank = drawn.randrange(config.num_hidden_layers), drawn.choice(PARTS), drawn.randrange(ranks)
-    kind = drawn.choice(["output", "gradient of the output", "weight before the step"])
+    rng = random.Random(seed)
+    config, sizes = rng.choice(LAYOUTS)
+    folder, ranks = models[config.model_type], _count_ranks(sizes)
+    layer, part, rank = rng.randrange(config.num_hidden_layers), rng.choice(PARTS), rng.randrange(ranks)
+    kind = rng.choice(["output", "gradient of the output", "weight before the step"])
     name = f"model.layers.{layer}.{part}"
     if sizes.get("pp_size", 1) > 1:
-        # The rank that has the layer, of the replica that was drawn.
-        rank = _owner(folder / "model", sizes, name, rank)
+        # Use a rank of the stage that has the layer.
+        rank = _find_owner(folder / "model", sizes, name, rank)
     if kind == "output":
         fault = _scaled_output(name, rank)
     elif kind == "weight before the step":
-        name = f"model.layers.{layer}.{drawn.choice(['input_layernorm', 'self_attn.k_proj'])}.weight"
-        fault = _stale(name, rank)
+        name = f"model.layers.{layer}.{rng.choice(['input_layernorm', 'self_attn.k_proj'])}.weight"
+        fault = _change_weight(name, rank)
     else:
-        fault = _scaled_gradient(name, rank)
+        fault = _scale_gradient(name, rank)
     done = run_ranks(_record, ranks, folder / "model", tmp_path / "ranks", sizes, fault)
     assert done[rank] and sum(done) == 1
-    found = compare_recordings(folder / "one", tmp_path / "ranks").first
-    assert found is not None and found.kind == kind, str(found)
-    assert rank in found.ranks, str(found)
+    difference = compare_recordings(folder / "one", tmp_path / "ranks").first
+    assert difference is not None and difference.kind == kind, str(difference)
+    assert rank in difference.ranks, str(difference)
     if kind == "weight before the step":
-        assert (found.name, found.ranks) == (name, (rank,))
+        assert (difference.name, difference.ranks) == (name, (rank,))
     elif kind == "output":
-        assert found.name == name and found.ranks == (rank,), str(found)
+        assert difference.name == name and difference.ranks == (rank,), str(difference)
     else:
-        # What is below it: its own inputs' gradients are the first that differ.
+        # The gradients of its inputs are the first that differ, and are reported at the module below.
         below = (f"model.layers.{layer}.", f"model.layers.{layer - 1}", "model.embed_tokens")
-        assert found.name.startswith(below), str(found)
+        assert difference.name.startswith(below), str(difference)
 
 
-# What of a layer ends in a reduction or an exchange over an axis, by layout.
+# Modules of a layer that end in an all-reduce or all-to-all, by layout.
 REDUCED = [
     (LLAMA, {"tp_size": 2}, ["self_attn.o_proj", "mlp.down_proj"]),
     (LLAMA, {"tp_size": 4}, ["self_attn.o_proj", "mlp.down_proj"]),
@@ -239,8 +241,8 @@ REDUCED = [
 ]
 
 
-def _dropped(name):
-    """What ranks send each other in a module's forward does not arrive: each goes on with what it has itself."""
+def _drop_communication(name):
+    """Returns a fault that drops communication in a module's forward: each rank continues with its local values."""
 
     def fault(model):
         state = parallel_state(model)
@@ -251,13 +253,13 @@ def _dropped(name):
         def call(original, group, method, args):
             if not inside or method not in ("allreduce", "alltoall_base", "all_to_all_single"):
                 return original()
-            own = [tensor.clone() for tensor in args[0]] if method == "allreduce" else []
+            inputs = [tensor.clone() for tensor in args[0]] if method == "allreduce" else []
             work = original()
             work.wait()
-            for tensor, value in zip(args[0], own, strict=False):
+            for tensor, value in zip(args[0], inputs, strict=False):
                 tensor.copy_(value)
-            if not own and args[0].is_floating_point():
-                # Rows came back that nobody has computed.
+            if not inputs and args[0].is_floating_point():
+                # An all-to-all has no local result: change the received values.
                 args[0].mul_(1.01)
             return work
 
@@ -265,7 +267,7 @@ def _dropped(name):
         def enter(module, args):
             inside.append(module)
 
-        # Behind the library's own, which reduces what the module has returned.
+        # Runs after the library's hook, which reduces the output of the module.
         @runs_last
         def leave(module, args, output):
             inside.clear()
@@ -273,7 +275,7 @@ def _dropped(name):
         module = model.get_submodule(name)
         module.register_forward_pre_hook(enter)
         module.register_forward_hook(leave)
-        # For as long as the rank lives.
+        # Stays active until the rank exits.
         fault.through = communication_through(call, lambda wait, work: wait())
         fault.through.__enter__()
         return True
@@ -283,63 +285,67 @@ def _dropped(name):
 
 @pytest.mark.parametrize("seed", range(20))
 def test_dropped_reductions_are_named(models, tmp_path, seed):
-    drawn = random.Random(f"dropped {seed}")
-    config, sizes, parts = drawn.choice(REDUCED)
+    rng = random.Random(f"dropped {seed}")
+    config, sizes, parts = rng.choice(REDUCED)
     folder = models[config.model_type]
-    layer, part = drawn.randrange(config.num_hidden_layers), drawn.choice(parts)
+    layer, part = rng.randrange(config.num_hidden_layers), rng.choice(parts)
     name = f"model.layers.{layer}.{part}"
-    done = run_ranks(_record, _ranks(sizes), folder / "model", tmp_path / "ranks", sizes, _dropped(name))
+    done = run_ranks(
+        _record, _count_ranks(sizes), folder / "model", tmp_path / "ranks", sizes, _drop_communication(name)
+    )
     assert any(done)
-    found = compare_recordings(folder / "one", tmp_path / "ranks").first
-    assert found is not None and found.kind == "output", str(found)
-    assert found.name == name, str(found)
-    assert set(found.ranks) <= {rank for rank, has_it in enumerate(done) if has_it}
+    difference = compare_recordings(folder / "one", tmp_path / "ranks").first
+    assert difference is not None and difference.kind == "output", str(difference)
+    assert difference.name == name, str(difference)
+    assert set(difference.ranks) <= {rank for rank, has_it in enumerate(done) if has_it}
 
 
-def _owner(model_folder, sizes, name, drawn):
+def _find_owner(model_folder, sizes, name, drawn):
     def on_rank():
         model = AutoModelForCausalLM.from_pretrained(model_folder, megatron_config=ConfigUnderTest(**sizes))
         state = parallel_state(model)
         return state.cut.owner(f"{name}.") == state.mesh.pp_rank
 
-    having = [rank for rank, has_it in enumerate(run_ranks(on_rank, _ranks(sizes))) if has_it]
-    return having[drawn % len(having)]
+    owners = [rank for rank, has_it in enumerate(run_ranks(on_rank, _count_ranks(sizes))) if has_it]
+    return owners[drawn % len(owners)]
 
 
-def test_numbers_that_are_not_finite(models, tmp_path):
-    """In either recording; in both they are alike."""
+def test_nonfinite_values(models, tmp_path):
+    """Non-finite values differ if only one recording has them, and are equal if both have them."""
     folder, name = models["llama"], "model.layers.2.self_attn.o_proj"
     fault = _scaled_output(name, 1, factor=float("nan"))
     run_ranks(_record, 2, folder / "model", tmp_path / "broken", {"tp_size": 2}, fault)
-    found = compare_recordings(folder / "one", tmp_path / "broken")
-    assert (found.first.kind, found.first.name) == ("output", name), str(found)
-    # Of what ranks of the first recording have twice the first rank's counts, which gets it with the next sum.
-    found = compare_recordings(tmp_path / "broken", folder / "one")
-    assert found.first.kind == "output" and found.first.name.startswith("model.layers.2."), str(found)
+    result = compare_recordings(folder / "one", tmp_path / "broken")
+    assert (result.first.kind, result.first.name) == ("output", name), str(result)
+    # For replicated values the first rank of the first recording counts; it gets the NaN with the next all-reduce.
+    result = compare_recordings(tmp_path / "broken", folder / "one")
+    assert result.first.kind == "output" and result.first.name.startswith("model.layers.2."), str(result)
 
-    def broken(model):
+    def add_nan_hook(model):
         model.get_submodule(name).register_forward_hook(lambda module, args, output: output * torch.nan)
         return True
 
-    run_ranks(_record, 1, folder / "model", tmp_path / "alone", None, broken)
+    run_ranks(_record, 1, folder / "model", tmp_path / "alone", None, add_nan_hook)
     assert compare_recordings(tmp_path / "alone", tmp_path / "alone").first is None
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_swapped_layers_of_a_checkpoint_are_named(models, tmp_path, seed):
-    drawn = random.Random(seed)
-    config, sizes = drawn.choice(LAYOUTS)
+def test_swapped_checkpoint_layers_are_named(models, tmp_path, seed):
+    rng = random.Random(seed)
+    config, sizes = rng.choice(LAYOUTS)
     folder = models[config.model_type]
-    one, other = sorted(drawn.sample(range(config.num_hidden_layers), 2))
+    one, other = sorted(rng.sample(range(config.num_hidden_layers), 2))
     model = AutoModelForCausalLM.from_pretrained(folder / "model")
     layers = model.model.layers
     layers[one], layers[other] = layers[other], layers[one]
     model.save_pretrained(tmp_path / "swapped")
-    run_ranks(_record, _ranks(sizes), tmp_path / "swapped", tmp_path / "ranks", sizes)
-    found = compare_recordings(folder / "one", tmp_path / "ranks").first
-    # Norms are all ones when a model is new, whichever layer's they are.
-    assert found.kind == "weight before the step" and found.name.startswith(f"model.layers.{one}."), str(found)
-    assert f"it equals model.layers.{other}." in str(found), str(found)
+    run_ranks(_record, _count_ranks(sizes), tmp_path / "swapped", tmp_path / "ranks", sizes)
+    difference = compare_recordings(folder / "one", tmp_path / "ranks").first
+    # Norm weights of a new model are all ones, so swapped norms do not differ.
+    assert difference.kind == "weight before the step" and difference.name.startswith(f"model.layers.{one}."), str(
+        difference
+    )
+    assert f"it equals model.layers.{other}." in str(difference), str(difference)
 
 
 RESUMED = {
@@ -352,7 +358,7 @@ RESUMED = {
 
 
 class _StaleShard(TrainerCallback):
-    """Puts back what a rank held of a weight before the checkpoint was read."""
+    """Restores the local shard of a weight from before the checkpoint was loaded."""
 
     def __init__(self, model, name):
         self.name, self.before = name, local_tensor(dict(model.named_parameters())[name]).detach().clone()
@@ -363,8 +369,8 @@ class _StaleShard(TrainerCallback):
 
 
 def _resume(model_folder, folder, sizes, draws=(None,), stop=False):
-    """Trains two steps, or goes on from there for a third, which is recorded, once for each draw."""
-    reported = []
+    """Trains two steps, or resumes from there for a third one, which is recorded, once per draw."""
+    faults = []
     rows = [{"input_ids": [place, 5, place, 9] * 4, "labels": [place, 5, place, 9] * 4} for place in range(12)]
     for draw in draws:
         layout = {} if sizes is None else {"megatron_config": ConfigUnderTest(**sizes)}
@@ -373,13 +379,13 @@ def _resume(model_folder, folder, sizes, draws=(None,), stop=False):
         if not stop:
             callbacks.append(RecordStepCallback(folder / str(draw), [2]))
         if draw is not None:
-            drawn = random.Random(f"{sizes} {draw}")
-            held = {name for name, _ in local_named_parameters(model)}
-            name = f"model.layers.{drawn.randrange(4)}.{drawn.choice(['self_attn.v_proj', 'mlp.up_proj'])}.weight"
-            rank = drawn.randrange(dist.get_world_size())
-            if rank == dist.get_rank() and name in held:
+            rng = random.Random(f"{sizes} {draw}")
+            local_names = {name for name, _ in local_named_parameters(model)}
+            name = f"model.layers.{rng.randrange(4)}.{rng.choice(['self_attn.v_proj', 'mlp.up_proj'])}.weight"
+            rank = rng.randrange(dist.get_world_size())
+            if rank == dist.get_rank() and name in local_names:
                 callbacks.append(_StaleShard(model, name))
-            reported.append((name, rank, rank == dist.get_rank() and name in held))
+            faults.append((name, rank, rank == dist.get_rank() and name in local_names))
         arguments = TrainingArguments(
             str(folder.parent / "run"),
             per_device_train_batch_size=4 // (1 if state is None else state.mesh.dp_size),
@@ -393,12 +399,12 @@ def _resume(model_folder, folder, sizes, draws=(None,), stop=False):
         Trainer(model, arguments, default_data_collator, rows, callbacks=callbacks).train(
             resume_from_checkpoint=None if stop else str(folder.parent / "run" / "checkpoint-2")
         )
-    return reported
+    return faults
 
 
 @pytest.fixture(scope="module")
 def resumed(models, tmp_path_factory):
-    """A run that was stopped on tp2 after two steps, and a recording of its third in one process."""
+    """Folder of a run that was stopped on tp2 after two steps, with a single-process recording of its third step."""
     folder = tmp_path_factory.mktemp("resumed")
     run_ranks(_resume, 2, models["llama"] / "model", folder / "first", RESUMED["tp2"], stop=True)
     run_ranks(_resume, 1, models["llama"] / "model", folder / "one", None)
@@ -406,24 +412,26 @@ def resumed(models, tmp_path_factory):
 
 
 @pytest.mark.parametrize("layout", RESUMED)
-def test_stale_shards_after_a_resume_are_named(models, resumed, layout):
+def test_stale_shards_after_resume_are_named(models, resumed, layout):
     sizes, folder = RESUMED[layout], resumed / layout
     draws = [None, *range(4)]
-    ranks = run_ranks(_resume, _ranks(sizes), models["llama"] / "model", folder, sizes, draws)
+    ranks = run_ranks(_resume, _count_ranks(sizes), models["llama"] / "model", folder, sizes, draws)
     one = resumed / "one" / "None" / "step2"
     clean = compare_recordings(one, folder / "None" / "step2")
     assert clean.first is None, str(clean)
-    for draw, reported in enumerate(zip(*ranks, strict=True)):
-        name, rank, _ = reported[0]
-        found = compare_recordings(one, folder / str(draw) / "step2").first
-        if not reported[rank][2]:
-            # Another stage has the layer.
-            assert found is None, str(found)
+    for draw, faults in enumerate(zip(*ranks, strict=True)):
+        name, rank, _ = faults[0]
+        difference = compare_recordings(one, folder / str(draw) / "step2").first
+        if not faults[rank][2]:
+            # The layer is on another stage.
+            assert difference is None, str(difference)
         else:
-            assert (found.kind, found.name, found.ranks) == ("weight before the step", name, (rank,)), str(found)
+            assert (difference.kind, difference.name, difference.ranks) == ("weight before the step", name, (rank,)), (
+                str(difference)
+            )
 
 
-def test_the_command_and_what_is_no_recording(models, tmp_path):
+def test_command_and_invalid_recordings(models, tmp_path):
     folder = models["llama"]
     run_ranks(_record, 2, folder / "model", tmp_path / "ranks", {"tp_size": 2})
     same = CliRunner().invoke(app, ["debug", "compare", str(folder / "one"), str(tmp_path / "ranks")])

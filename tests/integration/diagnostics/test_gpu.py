@@ -1,8 +1,8 @@
-"""The debugging tools on a GPU: its kernels, allocator, collectives; left out without one.
+"""Tests of the debugging tools on a GPU: kernels, allocator and collectives; skipped without a GPU.
 
     PYTORCH_NVML_BASED_CUDA_CHECK=1 pytest tests/integration/diagnostics/test_gpu.py
 
-As in test_gpu.py, ranks are forked from this process, and some share a GPU where there are fewer.
+As in tests/integration/test_gpu.py, ranks are forked from this process, and share GPUs if there are fewer GPUs.
 """
 
 import contextlib
@@ -36,7 +36,7 @@ from tests.integration.test_gpu import forks_can_use_the_gpu  # noqa: F401  (a f
 
 pytestmark = pytest.mark.gpu
 
-# Large enough that a step's tensors are more than what libraries allocate beside them.
+# Large enough that the tensors of a step exceed the extra allocations of libraries.
 LLAMA = LlamaConfig(
     vocab_size=8192,
     hidden_size=512,
@@ -54,9 +54,9 @@ LAYOUTS = {
     "dp2+zero2": ({"dp_size": 2, "zero_stage": 2}, "dp"),
     "dp2+zero3": ({"dp_size": 2, "zero_stage": 3}, "dp"),
 }
-# Of a device's clock: about a tenth of a second.
+# Device clock cycles: about a tenth of a second.
 CYCLES, SECONDS = 200_000_000, 0.1
-# What cuBLAS keeps for itself on a device of today, and a little of others.
+# Workspace of cuBLAS on current devices, and small allocations of other libraries.
 WORKSPACE = 96 * 2**20
 TIMEOUT = 15.0
 
@@ -81,7 +81,7 @@ def _step(model, optimizer):
     optimizer.zero_grad()
 
 
-def _traced_on_rank(sizes, folder):
+def _trace_on_rank(sizes, folder):
     model, optimizer = _load(sizes)
     for _ in range(2):
         _step(model, optimizer)
@@ -98,14 +98,14 @@ def _traced_on_rank(sizes, folder):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_device_that_is_slow_is_waited_for(layout, tmp_path):
+def test_waits_name_the_slow_device(layout, tmp_path):
     sizes, axis = LAYOUTS[layout]
-    run_ranks(_traced_on_rank, 2, sizes, tmp_path, device="cuda")
+    run_ranks(_trace_on_rank, 2, sizes, tmp_path, device="cuda")
     traces = traces_in(tmp_path)
     first, second = compute_shares(traces)
     details = f"{[asdict(one) for one in (first, second)]}"
     assert axis in first.communicating and set(first.communicating) <= {axis, "job", "dp_cp", "dp_shard"}, details
-    # Ranks that share a device wait for each other's turns as well.
+    # Ranks that share a device wait for each other's time slices as well.
     assert first.waited_for.get(1, 0) > 0.5 * SECONDS, details
     assert any("gemm" in name or "nvjet" in name or "cutlass" in name for name, *_ in traces[0].computed), details
     longest = max(traces[1].computed, key=lambda span: span[2] - span[1])
@@ -117,7 +117,7 @@ def test_a_device_that_is_slow_is_waited_for(layout, tmp_path):
     assert json.loads((tmp_path / "trace.json").read_text("utf-8"))["traceEvents"]
 
 
-def _counted_on_rank(sizes, folder):
+def _measure_memory_on_rank(sizes, folder):
     model, optimizer = _load(sizes)
     for _ in range(2):
         _step(model, optimizer)
@@ -126,13 +126,13 @@ def _counted_on_rank(sizes, folder):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_memory_with_its_plan(layout, tmp_path):
-    run_ranks(_counted_on_rank, 2, LAYOUTS[layout][0], tmp_path, device="cuda")
-    found = memory_in(tmp_path)
-    plans = {one.pipeline_rank: one for one in plan_for(found[0])}
-    table = memory_table(found, [*plans.values()])
-    print(layout, [(one.peak, plans[one.pipeline_rank].peak.size, one.allocator) for one in found])
-    for one in found:
+def test_memory_matches_plan(layout, tmp_path):
+    run_ranks(_measure_memory_on_rank, 2, LAYOUTS[layout][0], tmp_path, device="cuda")
+    records = memory_in(tmp_path)
+    plans = {one.pipeline_rank: one for one in plan_for(records[0])}
+    table = memory_table(records, [*plans.values()])
+    print(layout, [(one.peak, plans[one.pipeline_rank].peak.size, one.allocator) for one in records])
+    for one in records:
         plan = plans[one.pipeline_rank]
         for name in ("weights", "gradients", "main weights", "moments"):
             assert one.kept.get(name, 0) == plan.kept.get(name, 0), (name, table)
@@ -141,30 +141,30 @@ def test_memory_with_its_plan(layout, tmp_path):
 
 
 @pytest.mark.parametrize("layout", ["tp2", "dp2+zero3"])
-def test_where_memory_ended(layout, tmp_path):
+def test_oom_report_names_the_module(layout, tmp_path):
     def on_rank():
         model, optimizer = _load(LAYOUTS[layout][0])
         _step(model, optimizer)
 
         @shard_safe
-        def ask(module, args):
+        def allocate(module, args):
             torch.empty(1 << 44, dtype=torch.uint8, device="cuda")
 
-        model.model.layers[2].mlp.register_forward_pre_hook(ask)
+        model.model.layers[2].mlp.register_forward_pre_hook(allocate)
         with pytest.raises(torch.OutOfMemoryError), MemorySnapshot(tmp_path, model, optimizer):
             _step(model, optimizer)
 
     run_ranks(on_rank, 2, device="cuda")
     for rank in range(2):
-        found = json.loads((tmp_path / f"rank{rank:05}.json").read_text("utf-8"))
-        assert found["where"].startswith("model.layers.2"), found
-        assert found["bytes"]["weights"] > 0 and found["bytes"]["moments"] > 0, found
-        assert found["allocator"]["num_ooms"] > 0
+        record = json.loads((tmp_path / f"rank{rank:05}.json").read_text("utf-8"))
+        assert record["where"].startswith("model.layers.2"), record
+        assert record["bytes"]["weights"] > 0 and record["bytes"]["moments"] > 0, record
+        assert record["allocator"]["num_ooms"] > 0
         assert (tmp_path / f"rank{rank:05}.pickle").stat().st_size > 0
 
 
-def test_a_hang_of_nccl(tmp_path, monkeypatch):
-    """A rank that stays away in a layer: the others' kernels stand still, and their hosts when they read a number."""
+def test_nccl_hang(tmp_path, monkeypatch):
+    """One rank hangs in a layer: the kernels of the other rank stall, and its host when it reads a value."""
     monkeypatch.setenv("TORCH_FR_DUMP_TEMP_FILE", str(tmp_path / "nccl"))
 
     @shard_safe
@@ -179,15 +179,15 @@ def test_a_hang_of_nccl(tmp_path, monkeypatch):
             model.model.layers[1].mlp.register_forward_hook(sleep)
         model(input_ids=ids, labels=ids).loss.item()
 
-    # NCCL's own watchdog ends a process some time after the number was given up.
+    # NCCL's own watchdog ends a process some time after the timeout.
     with contextlib.suppress(RankError):
         run_ranks(on_rank, 2, timeout=90, device="cuda")
     text = tell_hang(read_flight_records(tmp_path))
     assert "rank 1 did not reach collective" in text, text
 
 
-def test_a_device_that_turns_slow():
-    """Ranks alone in their stages are compared with themselves; something else works on one's device from then on."""
+def test_device_slowdown_is_detected():
+    """Ranks alone in their stages are compared with their past; extra work then slows the device of one rank."""
 
     def on_rank():
         model, optimizer = _load(LAYOUTS["pp2"][0])
@@ -207,12 +207,12 @@ def test_a_device_that_turns_slow():
 
     [(clean, reports), _] = run_ranks(on_rank, 2, device="cuda")
     assert clean == []
-    # The other one has its turns of the same device.
+    # The other rank shares the device and may be reported too.
     assert 1 in {report.rank for report in reports}, reports
 
 
 def test_clean_devices_raise_no_alarm():
-    """Two ranks that share a device in turns are as noisy as it gets."""
+    """Two ranks that share a device by time slicing have the noisiest step times."""
 
     def on_rank():
         model, optimizer = _load({"dp_size": 2})
@@ -234,21 +234,21 @@ def test_clean_devices_raise_no_alarm():
     ],
     ids=["tp2+dp2", "dp4", "dp4+ep2"],
 )
-def test_a_flipped_bit(config, sizes):
+def test_flipped_bit_is_named(config, sizes):
     ranks = run_ranks(test_replica_check._found_on_rank, 4, config, sizes, range(16), device="cuda")
     clean, trials, after = ranks[0]
     assert clean == after == []
     named = 0
-    for seed, (rank, _, found) in enumerate(trials):
+    for seed, (rank, _, differences) in enumerate(trials):
         kind, name = ranks[rank][1][seed][1]
-        for one in found:
+        for one in differences:
             named += 1
             assert one.kind == kind and name in (one.name, test_replica_check._untied(one.name)) and rank in one.ranks
     assert named >= 3
 
 
 @pytest.mark.parametrize("layout", ["tp2", "dp2+zero3"])
-def test_what_is_not_finite(layout):
+def test_nonfinite_values_are_named(layout):
     reports = []
     for trials in zip(
         *run_ranks(test_nonfinite._named_on_rank, 2, test_nonfinite.LLAMA, LAYOUTS[layout][0], range(6), device="cuda"),
@@ -263,22 +263,22 @@ def test_what_is_not_finite(layout):
 
 
 @pytest.mark.parametrize("layout", ["tp2+sp", "pp2", "dp2+zero2", "cp2"])
-def test_a_recorded_step_with_a_cpu(layout, tmp_path):
+def test_gpu_recording_matches_cpu(layout, tmp_path):
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(test_divergence.LLAMA).save_pretrained(tmp_path / "model")
     record, sizes = test_divergence._record, LAYOUTS[layout][0]
     run_ranks(record, 1, tmp_path / "model", tmp_path / "one", None)
     run_ranks(record, 2, tmp_path / "model", tmp_path / "two", sizes, device="cuda")
-    found = compare_recordings(tmp_path / "one", tmp_path / "two")
-    assert found.first is None, str(found)
+    result = compare_recordings(tmp_path / "one", tmp_path / "two")
+    assert result.first is None, str(result)
     fault = test_divergence._scaled_output("model.layers.1.mlp", 0)
     done = run_ranks(record, 2, tmp_path / "model", tmp_path / "fault", sizes, fault, device="cuda")
     if done[0]:
-        found = compare_recordings(tmp_path / "one", tmp_path / "fault").first
-        assert (found.name, found.kind, found.ranks) == ("model.layers.1.mlp", "output", (0,)), str(found)
+        result = compare_recordings(tmp_path / "one", tmp_path / "fault").first
+        assert (result.name, result.kind, result.ranks) == ("model.layers.1.mlp", "output", (0,)), str(result)
 
 
-def test_a_share_of_the_devices_peak(tmp_path):
+def test_mfu_is_logged(tmp_path):
     def on_rank():
         model, _ = _load({"tp_size": 1})
         rows = [{"input_ids": [place] * 512, "labels": [place] * 512} for place in range(64)]
@@ -292,8 +292,8 @@ def test_a_share_of_the_devices_peak(tmp_path):
     assert len(shares) == 4 and all(0 < share < 1 for share in shares), shares
 
 
-def test_the_traces_of_small_steps(tmp_path):
-    """The file of a host and its kernels: as many as a step has."""
+def test_small_step_traces(tmp_path):
+    """Traces of consecutive steps have the same number of communications."""
     config, sizes, axes = test_step_trace.LAYOUTS["tp2+sp"]
 
     def on_rank():

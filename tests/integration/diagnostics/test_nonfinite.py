@@ -1,4 +1,4 @@
-"""Where a step was not finite first: faults by seed, on layouts of all axes, named by a rerun of the same calls."""
+"""Tests of the first non-finite value of a step, found by repeating its calls: random faults on layouts of all axes."""
 
 import random
 
@@ -51,7 +51,7 @@ PARTS = ["input_layernorm", "self_attn.q_proj", "self_attn.v_proj", "self_attn.o
 
 
 class Poison:
-    """Has a module return what is not finite, or its output get such a gradient, on one rank from one step on."""
+    """Makes the output of a module NaN, or the gradient of its output infinite, once it is started."""
 
     def __init__(self, module, kind, microbatch, *, once=False):
         self.kind, self.microbatch, self.once = kind, microbatch, once
@@ -64,8 +64,8 @@ class Poison:
     def __call__(self, module, args, output):
         if not self.is_on:
             return None
-        found, self.calls = self.calls, self.calls + 1
-        if found != self.microbatch:
+        call, self.calls = self.calls, self.calls + 1
+        if call != self.microbatch:
             return None
         self.is_on = not self.once
         first, *others = output if isinstance(output, tuple) else (output,)
@@ -73,12 +73,12 @@ class Poison:
             first = first.clone()
             local_tensor(first).view(-1)[0] = float("nan")
         else:
-            # Below the hooks of whoever looks at this output.
-            first = _Spoilt.apply(first)
+            # Below the hooks that inspect this output.
+            first = _InfiniteGradient.apply(first)
         return (first, *others) if isinstance(output, tuple) else first
 
 
-class _Spoilt(torch.autograd.Function):
+class _InfiniteGradient(torch.autograd.Function):
     @staticmethod
     def forward(ctx, value):
         return value.view_as(value)
@@ -98,7 +98,7 @@ def _step(model, optimizer, calls=1):
     optimizer.zero_grad()
 
 
-def _loaded(config, sizes):
+def _load_model(config, sizes):
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, megatron_config=ConfigUnderTest(**sizes)).train()
     optimizer = prepare_optimizer(torch.optim.AdamW(model.parameters(), lr=1e-3))
@@ -107,18 +107,18 @@ def _loaded(config, sizes):
 
 def _named_on_rank(config, sizes, seeds):
     """Returns for each seed what was poisoned and what was reported."""
-    model, optimizer = _loaded(config, sizes)
+    model, optimizer = _load_model(config, sizes)
     state, world = parallel_state(model), dist.get_world_size()
     weights = {name: parameter.detach().clone() for name, parameter in local_named_parameters(model)}
-    found = []
+    results = []
     for seed in seeds:
         watch = NonFiniteWatch(model, optimizer, say=lambda report: None)
         _step(model, optimizer)
         assert watch.reports == []
-        drawn = random.Random(seed)
-        kind = drawn.choice(["output", "gradient"])
-        layer, part, rank = drawn.randrange(config.num_hidden_layers), drawn.choice(PARTS), drawn.randrange(world)
-        microbatch = drawn.randrange(2) if state.pipeline is not None else 0
+        rng = random.Random(seed)
+        kind = rng.choice(["output", "gradient"])
+        layer, part, rank = rng.randrange(config.num_hidden_layers), rng.choice(PARTS), rng.randrange(world)
+        microbatch = rng.randrange(2) if state.pipeline is not None else 0
         name = f"model.layers.{layer}.{part}"
         has_it = state.cut is None or state.cut.owner(f"{name}.") == state.mesh.pp_rank
         stage = 0 if state.cut is None else state.cut.stage_of(f"{name}.")
@@ -131,24 +131,24 @@ def _named_on_rank(config, sizes, seeds):
         if poison is not None:
             poison.is_on = False
         watch.stop()
-        found.append((poison is not None, (kind, name, rank, microbatch, stage), watch.reports))
+        results.append((poison is not None, (kind, name, rank, microbatch, stage), watch.reports))
         with torch.no_grad():
             for name, parameter in local_named_parameters(model):
                 parameter.copy_(weights[name])
-    return found
+    return results
 
 
-def _name(value):
+def _layout_id(value):
     return MegatronConfig(**value).layout() if isinstance(value, dict) else value.model_type
 
 
-@pytest.mark.parametrize(("config", "sizes"), LAYOUTS, ids=_name)
+@pytest.mark.parametrize(("config", "sizes"), LAYOUTS, ids=_layout_id)
 def test_modules_are_named(config, sizes):
     layout = MegatronConfig(**sizes)
     ranks = run_ranks(_named_on_rank, layout.ranks_per_replica * (layout.dp_size or 1), config, sizes, range(20))
     poisoned = 0
     for number, trials in enumerate(zip(*ranks, strict=True)):
-        (_, drawn, reports) = trials[0]
+        (_, fault, reports) = trials[0]
         assert all(other[2] == reports for other in trials)
         if not any(is_poisoned for is_poisoned, *_ in trials):
             # The rank that was drawn does not hold the layer.
@@ -156,34 +156,34 @@ def test_modules_are_named(config, sizes):
             continue
         poisoned += 1
         [report] = reports
-        kind, name, rank, microbatch, stage = drawn
+        kind, name, rank, microbatch, stage = fault
         one = report.first
         assert rank in report.ranks and (one.microbatch, one.stage, one.call) == (microbatch, stage, 0), report
         if kind == "output":
             assert report.ranks == (rank,)
-            assert (one.kind, one.name) == (kind, name), (report, drawn)
+            assert (one.kind, one.name) == (kind, name), (report, fault)
         else:
-            # What is below it gets the gradient that its backward made.
-            assert one.kind.startswith("gradient"), (report, drawn)
+            # The input of the module gets the infinite gradient, and is reported with the module as `after`.
+            assert one.kind.startswith("gradient"), (report, fault)
             projections = {f"model.layers.{name.split('.')[2]}.self_attn.{part}_proj" for part in "qkv"}
-            assert one.after in (projections if name in projections else {name}), (report, drawn)
+            assert one.after in (projections if name in projections else {name}), (report, fault)
     assert poisoned >= 5
 
 
-def _weights_on_rank(config, sizes, seeds):
-    model, optimizer = _loaded(config, sizes)
-    found = []
+def _poison_weights_on_rank(config, sizes, seeds):
+    model, optimizer = _load_model(config, sizes)
+    results = []
     for seed in seeds:
         watch = NonFiniteWatch(model, optimizer, say=lambda report: None)
-        drawn, rank = random.Random(seed), random.Random(seed).randrange(dist.get_world_size())
+        rng, rank = random.Random(seed), random.Random(seed).randrange(dist.get_world_size())
         changed = None
         if dist.get_rank() == rank:
             named = {
                 n: p for n, p in local_named_parameters(model) if "experts" in n or "norm" not in n and "embed" not in n
             }
-            name = drawn.choice(sorted(named))
+            name = rng.choice(sorted(named))
             local = local_tensor(named[name]).detach()
-            entry = drawn.randrange(local.numel())
+            entry = rng.randrange(local.numel())
             before = float(local.view(-1)[entry])
             local.view(-1)[entry] = float("nan")
             changed = name, entry
@@ -191,28 +191,30 @@ def _weights_on_rank(config, sizes, seeds):
         if changed is not None:
             local.view(-1)[entry] = before
         watch.stop()
-        found.append((rank, changed, watch.reports))
-    return found
+        results.append((rank, changed, watch.reports))
+    return results
 
 
-def test_an_experts_weight_is_named_with_its_number():
-    ranks = run_ranks(_weights_on_rank, 4, EXPERTS, {"dp_size": 4, "ep_size": 2, "max_skipped_steps": 100}, range(20))
+def test_expert_weight_is_named_with_its_index():
+    ranks = run_ranks(
+        _poison_weights_on_rank, 4, EXPERTS, {"dp_size": 4, "ep_size": 2, "max_skipped_steps": 100}, range(20)
+    )
     for trials in zip(*ranks, strict=True):
         rank, _, [report] = trials[0]
         name, entry = trials[rank][1]
         assert (report.first.kind, report.first.name, report.first.rank) == ("weight", name, rank)
         if "experts" in name:
-            # Rank and half of the experts: ep is the inner half of dp.
+            # The ep rank is the inner half of the dp rank and has half of the experts.
             per_rank = 2
             assert report.first.entry[0] // per_rank == rank % 2
             assert f"weight {name} at [{report.first.entry[0]}, " in str(report)
 
 
-def test_what_does_not_come_again_is_a_machines():
+def test_unreproduced_nan_is_a_hardware_fault():
     def on_rank():
-        model, optimizer = _loaded(LLAMA, {"tp_size": 2})
-        watch, said = None, []
-        watch = NonFiniteWatch(model, optimizer, say=said.append)
+        model, optimizer = _load_model(LLAMA, {"tp_size": 2})
+        watch, messages = None, []
+        watch = NonFiniteWatch(model, optimizer, say=messages.append)
         poison = Poison(model.model.layers[1].mlp, "output", 0, once=True)
         start = [parameter.detach().clone() for parameter in model.parameters()]
         if dist.get_rank() == 1:
@@ -220,20 +222,20 @@ def test_what_does_not_come_again_is_a_machines():
         _step(model, optimizer)
         same = all(torch.equal(one, other) for one, other in zip(start, model.parameters(), strict=True))
         _step(model, optimizer)
-        return [str(report) for report in watch.reports], len(said), same
+        return [str(report) for report in watch.reports], len(messages), same
 
-    for rank, (reports, said, same) in enumerate(run_ranks(on_rank, 2)):
+    for rank, (reports, message_count, same) in enumerate(run_ranks(on_rank, 2)):
         [text] = reports
         assert "step 0" in text and "finite values on all ranks: a hardware fault" in text
-        assert said == (rank == 0) and same
+        assert message_count == (rank == 0) and same
 
 
-def test_a_rerun_changes_nothing_after_it():
-    """Random numbers, gradients and weights go on as without a watch; the second of two calls is named."""
+def test_rerun_does_not_change_training():
+    """Compares the weights after a rerun, with dropout and two calls per step, with a run without a watch."""
 
     def on_rank(watched):
         config = LlamaConfig(**LLAMA.to_dict() | {"attention_dropout": 0.2})
-        model, optimizer = _loaded(config, {"dp_size": 2})
+        model, optimizer = _load_model(config, {"dp_size": 2})
         watch = NonFiniteWatch(model, optimizer, say=lambda report: None) if watched else None
         poison = Poison(model.model.layers[2].mlp, "gradient", 1)
         torch.manual_seed(dist.get_rank())
@@ -281,18 +283,18 @@ def test_trainer_reports(tmp_path, capfd):
     )
 
 
-def test_what_cannot_be_watched_says_so():
+def test_unparallelized_model_is_rejected():
     model = torch.nn.Linear(2, 2)
     with pytest.raises(ConfigError, match="loaded with megatron_config="):
         NonFiniteWatch(model, torch.optim.SGD(model.parameters()))
 
 
 @shard_safe
-def _overflows_in_autocast(module, args, output):
+def _return_nan_in_autocast(module, args, output):
     return output * torch.nan if torch.is_autocast_enabled("cpu") else output
 
 
-def _autocast_on_rank():
+def _rerun_in_autocast_on_rank():
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4
@@ -300,7 +302,7 @@ def _autocast_on_rank():
     model = AutoModelForCausalLM.from_config(config, megatron_config=ConfigUnderTest(tp_size=2)).train()
     optimizer = prepare_optimizer(torch.optim.AdamW(model.parameters(), lr=1e-3))
     watch, throughput = NonFiniteWatch(model, optimizer, say=lambda report: None), Throughput(model)
-    model.model.layers[1].mlp.register_forward_hook(_overflows_in_autocast)
+    model.model.layers[1].mlp.register_forward_hook(_return_nan_in_autocast)
     ids = torch.zeros(2, 8, dtype=torch.int64)
     with torch.autocast("cpu", torch.bfloat16):
         loss = model(input_ids=ids, labels=ids).loss
@@ -309,16 +311,16 @@ def _autocast_on_rank():
     return [str(report) for report in watch.reports], throughput._tokens
 
 
-def test_a_rerun_is_under_the_loops_autocast_and_trains_no_tokens():
-    for reports, tokens in run_ranks(_autocast_on_rank, 2):
+def test_rerun_uses_autocast_and_counts_no_tokens():
+    for reports, tokens in run_ranks(_rerun_in_autocast_on_rank, 2):
         [report] = reports
         assert "output of model.layers.1.mlp" in report
         assert tokens == 16
 
 
-def _looked_at_on_rank(sizes, folder, watched):
-    """A step that is not finite, recorded, counted and traced; with a rerun or without."""
-    model, optimizer = _loaded(LLAMA, sizes)
+def _record_failed_step_on_rank(sizes, folder, watched):
+    """Records, traces and measures the memory of a non-finite step, with or without a rerun."""
+    model, optimizer = _load_model(LLAMA, sizes)
     _step(model, optimizer)
     watch = NonFiniteWatch(model, optimizer, say=lambda report: None) if watched else None
     poison = Poison(model.model.layers[1].mlp, "output", 0) if dist.get_rank() == 0 else None
@@ -334,10 +336,10 @@ def _looked_at_on_rank(sizes, folder, watched):
     assert watch is None or len(watch.reports) == 1
 
 
-@pytest.mark.parametrize("sizes", [{"tp_size": 2}, {"pp_size": 2, "num_microbatches": 2}], ids=_name)
-def test_a_rerun_is_in_no_other_record(tmp_path, sizes):
+@pytest.mark.parametrize("sizes", [{"tp_size": 2}, {"pp_size": 2, "num_microbatches": 2}], ids=_layout_id)
+def test_rerun_is_not_recorded(tmp_path, sizes):
     for watched in (False, True):
-        run_ranks(_looked_at_on_rank, 2, sizes, tmp_path / str(watched), watched)
+        run_ranks(_record_failed_step_on_rank, 2, sizes, tmp_path / str(watched), watched)
     plain, rerun = tmp_path / "False", tmp_path / "True"
     for rank in range(2):
         files = [load_file(folder / "recorded" / f"rank{rank:05}.safetensors") for folder in (plain, rerun)]
@@ -345,9 +347,9 @@ def test_a_rerun_is_in_no_other_record(tmp_path, sizes):
         for name, tensor in files[0].items():
             torch.testing.assert_close(files[1][name], tensor, rtol=0, atol=0, equal_nan=True)
     for one, other in zip(memory_in(plain / "counted"), memory_in(rerun / "counted"), strict=True):
-        # gloo lets go of some tensors late.
+        # gloo releases some tensors late.
         assert other.peak == pytest.approx(one.peak, rel=0.1)
         assert other.layers == pytest.approx(one.layers, rel=0.1)
     for one, other in zip(traces_in(plain / "traced"), traces_in(rerun / "traced"), strict=True):
-        # Ranks tell each other of the rerun.
+        # Ranks communicate to agree on the rerun.
         assert len(one.communications) <= len(other.communications) <= len(one.communications) + 3

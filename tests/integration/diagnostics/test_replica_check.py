@@ -1,4 +1,4 @@
-"""Whatever ranks repeat is compared, and who differs is named: faults by seed, on layouts of all axes."""
+"""Tests of the replica check: ranks with differing replicated tensors are named, on layouts of all axes."""
 
 import random
 from functools import partial
@@ -35,7 +35,7 @@ EXPERTS = Qwen3MoeConfig(
 )
 DRAWS = LlamaConfig(**SIZES, intermediate_size=48, num_hidden_layers=2, attention_dropout=0.1)
 TIED = LlamaConfig(**SIZES, intermediate_size=48, num_hidden_layers=2, tie_word_embeddings=True)
-# Of each, how many ranks there are; tp4 has copies of two heads of keys.
+# Each layout has four ranks; tp4 replicates the two key-value heads.
 LAYOUTS = [
     (DRAWS, {"tp_size": 2, "dp_size": 2}),
     (LLAMA, {"tp_size": 4}),
@@ -50,36 +50,40 @@ LAYOUTS = [
 ]
 
 
-def _flip(tensor, generator):
+def _flip_bit(tensor, generator):
     """Flips one bit of one entry."""
     entries = local_tensor(tensor).detach().view(-1).view(torch.int32)
     entry = int(torch.randint(len(entries), (), generator=generator))
     entries[entry] ^= 1 << int(torch.randint(31, (), generator=generator))
 
 
-def _trained(config, sizes, steps=2, dtype=torch.float32):
+def _train_model(config, sizes, steps=2, dtype=torch.float32):
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, dtype=dtype, megatron_config=ConfigUnderTest(**sizes)).train()
     optimizer = prepare_optimizer(torch.optim.AdamW(model.parameters(), lr=1e-3))
     ids = torch.randint(0, 64, (4, 16), generator=torch.Generator().manual_seed(0)).to(model.device)
     for _ in range(steps):
-        rows = ids.tensor_split(sizes.get("dp_size", 1))[model_rank(model)]
+        rows = ids.tensor_split(sizes.get("dp_size", 1))[get_dp_rank(model)]
         model(input_ids=rows, labels=rows).loss.backward()
         optimizer.step()
         optimizer.zero_grad()
     return model, optimizer
 
 
-def model_rank(model):
+def get_dp_rank(model):
     return parallel_state(model).mesh.dp_rank
 
 
 def _found_on_rank(config, sizes, seeds):
-    """Returns for each seed what was changed, where it may be, and what was found, and what was found without."""
-    model, optimizer = _trained(config, sizes)
+    """Flips a bit per seed.
+
+    Returns the differences before all changes, the rank, changed tensor and differences of each seed, and the
+    differences after all changes.
+    """
+    model, optimizer = _train_model(config, sizes)
     check = ReplicaCheck(model, optimizer)
     clean = check.differences()
-    found = []
+    results = []
     for seed in seeds:
         generator = torch.Generator().manual_seed(seed)
         rank = random.Random(seed).randrange(torch.distributed.get_world_size())
@@ -93,11 +97,11 @@ def _found_on_rank(config, sizes, seeds):
             changed = random.Random(seed).choice(sorted(name for name in tensors if tensors[name].numel()))
             tensor = tensors[changed]
             before = local_tensor(tensor).detach().clone()
-            _flip(tensor, generator)
-        found.append((rank, changed, check.differences()))
+            _flip_bit(tensor, generator)
+        results.append((rank, changed, check.differences()))
         if changed is not None:
             local_tensor(tensor).detach().copy_(before)
-    return clean, found, check.differences()
+    return clean, results, check.differences()
 
 
 @pytest.mark.parametrize(
@@ -105,19 +109,19 @@ def _found_on_rank(config, sizes, seeds):
     LAYOUTS,
     ids=lambda value: getattr(value, "model_type", None) or MegatronConfig(**value).layout(),
 )
-def test_a_flipped_bit_is_named(config, sizes):
+def test_flipped_bit_is_named(config, sizes):
     ranks = run_ranks(_found_on_rank, 4, config, sizes, range(20))
     clean, trials, after = ranks[0]
     assert clean == after == []
     holders = set()
-    for seed, (rank, _, found) in enumerate(trials):
+    for seed, (rank, _, differences) in enumerate(trials):
         kind, name = ranks[rank][1][seed][1]
-        assert all(other[1][seed][2] == found for other in ranks)
-        if not found:
-            # Nobody else has these entries.
+        assert all(other[1][seed][2] == differences for other in ranks)
+        if not differences:
+            # No other rank has these entries.
             holders.add(1)
             continue
-        [one] = found
+        [one] = differences
         holders.add(len(one.holders))
         assert one.kind == kind and name in (one.name, _untied(one.name))
         assert rank in one.ranks and (one.ranks == (rank,) if len(one.holders) > 2 else one.ranks == one.holders)
@@ -129,15 +133,15 @@ def _untied(name):
     return name.replace("model.embed_tokens.weight", "lm_head.weight")
 
 
-def test_ranks_that_hold_other_entries_are_not_compared():
-    """Every rank of stage 3, tp and ep has parts of its own: nothing is told from another rank's."""
+def test_unshared_entries_are_not_compared():
+    """With ZeRO-3, tp and pp, shards that differ between ranks are not reported."""
     for config, sizes in ((LLAMA, {"dp_size": 4, "zero_stage": 3}), (LLAMA, {"tp_size": 2, "pp_size": 2})):
         clean, trials, _ = run_ranks(_found_on_rank, 4, config, sizes, ())[0]
         assert clean == [] and trials == []
 
 
-def _raises_on_rank(kind):
-    model, optimizer = _trained(LLAMA, {"dp_size": 2, "tp_size": 2}, dtype=torch.bfloat16)
+def _check_fault_on_rank(kind):
+    model, optimizer = _train_model(LLAMA, {"dp_size": 2, "tp_size": 2}, dtype=torch.bfloat16)
     check = ReplicaCheck(model, optimizer)
     check()
     first = torch.distributed.get_rank() == 1
@@ -156,17 +160,17 @@ def _raises_on_rank(kind):
         ("random state", r"random state torch: ranks 0, 1"),
     ],
 )
-def test_it_raises_on_all_ranks(kind, message):
+def test_check_raises_on_all_ranks(kind, message):
     with pytest.raises(RankError, match=message) as error:
-        run_ranks(_raises_on_rank, 4, kind)
+        run_ranks(_check_fault_on_rank, 4, kind)
     assert str(error.value).count("ReplicaError") >= 4
 
 
-def test_ranks_of_a_changed_model_are_compared():
-    """What ranks hold may change between two checks."""
+def test_added_buffers_are_compared():
+    """The set of compared tensors may change between two checks."""
 
     def on_rank():
-        model, optimizer = _trained(LLAMA, {"tp_size": 2})
+        model, optimizer = _train_model(LLAMA, {"tp_size": 2})
         check = ReplicaCheck(model, optimizer)
         check()
         model.register_buffer("counted", torch.zeros(3))
@@ -179,7 +183,7 @@ def test_ranks_of_a_changed_model_are_compared():
     assert (one.kind, one.name, one.ranks) == ("buffer", "counted", (0, 1))
 
 
-def test_trainer_ends_at_the_step(tmp_path):
+def test_trainer_stops_at_failing_step(tmp_path):
     ids = torch.randint(3, 64, (32, 9), generator=torch.Generator().manual_seed(0))
     rows = [{"input_ids": row, "labels": row} for row in ids]
 
@@ -201,14 +205,14 @@ def test_trainer_ends_at_the_step(tmp_path):
         run_ranks(partial(train, Flips(2)), 2)
 
 
-def test_what_cannot_be_compared_says_so():
+def test_invalid_callbacks_are_rejected():
     with pytest.raises(ConfigError, match="expected 1 or more"):
         ReplicaCallback(0)
     with pytest.raises(ConfigError, match="the ranks of a parallelized model"):
         ReplicaCallback().on_train_begin(None, None, None, model=torch.nn.Linear(2, 2))
 
 
-def _changed_on_rank(sizes, change):
+def _compare_changed_weight_on_rank(sizes, change):
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(LLAMA, megatron_config=ConfigUnderTest(**sizes)).train()
     check = ReplicaCheck(model)
@@ -224,7 +228,7 @@ def _changed_on_rank(sizes, change):
     return [str(one) for one in check.differences() if one.kind == WEIGHT]
 
 
-def _opposite(weight):
+def _change_opposite_bits(weight):
     bits = weight.view(torch.int32)
     bits[3] += 1 << 10
     bits[9] -= 1 << 10
@@ -233,19 +237,19 @@ def _opposite(weight):
 MOVED = {
     "swapped": lambda weight: weight.copy_(weight[[1, 0, *range(2, len(weight))]]),
     "reversed": lambda weight: weight.copy_(weight.flip(0)),
-    "opposite": _opposite,
+    "opposite": _change_opposite_bits,
 }
 
 
 @pytest.mark.parametrize("sizes", [{"tp_size": 2}, {"dp_size": 2}], ids=["tp2", "dp2"])
 @pytest.mark.parametrize("change", MOVED)
-def test_values_in_other_places(sizes, change):
-    found = run_ranks(_changed_on_rank, 2, sizes, MOVED[change])
+def test_moved_values_are_detected(sizes, change):
+    differences = run_ranks(_compare_changed_weight_on_rank, 2, sizes, MOVED[change])
     name = "weight model.layers.1.input_layernorm.weight: ranks 0, 1 differ without a majority"
-    assert found == [[name]] * 2
+    assert differences == [[name]] * 2
 
 
-def _adapted_on_rank(sizes):
+def _check_adapters_on_rank(sizes):
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(LLAMA, megatron_config=ConfigUnderTest(**sizes))
     torch.manual_seed(1)
@@ -264,8 +268,8 @@ def _adapted_on_rank(sizes):
             local_tensor(parameter)[0, 0] += 1
             state = parallel_state(model)
             local_tensor(dict(model.named_parameters())[f"base_model.model.{KEY}"])[2, 5] = torch.nan
-        [(_, found)] = nonfinite_weights(model, state)
-        return clean, list(map(str, check.differences())), str(found)
+        [(_, nonfinite)] = nonfinite_weights(model, state)
+        return clean, list(map(str, check.differences())), str(nonfinite)
     return clean, list(map(str, check.differences())), ""
 
 
@@ -274,10 +278,10 @@ KEY = "model.layers.0.self_attn.k_proj.weight"
 
 @pytest.mark.parametrize("sizes", [{"tp_size": 2}, {"tp_size": 2, "sequence_parallel": True}], ids=["tp2", "tp2+sp"])
 def test_adapters(sizes):
-    (clean, first, _), (_, second, found) = run_ranks(_adapted_on_rank, 2, sizes)
+    (clean, first, _), (_, second, nonfinite) = run_ranks(_check_adapters_on_rank, 2, sizes)
     assert clean == []
     assert first == second
     assert any("model.layers.1.mlp.down_proj.lora_B.default.weight" in one for one in first)
     assert all(KEY not in one for one in first)
-    # Rank 1 has the second half of its eight rows.
-    assert f"weight {KEY} at [10, 5]" in found
+    # Rank 1 has the second half of the 16 rows of the weight.
+    assert f"weight {KEY} at [10, 5]" in nonfinite

@@ -1,4 +1,4 @@
-"""The page of a run: what is recorded, said and drawn; in a browser in light and dark."""
+"""Tests of run reports: recorded metrics, text and charts, and rendering in a browser in light and dark mode."""
 
 import importlib.util
 import json
@@ -51,8 +51,8 @@ def made_run():
     return module.make_run
 
 
-class _Page(HTMLParser):
-    """Text by element, and the numbers of elements."""
+class _ReportParser(HTMLParser):
+    """Collects the text and counts the elements of a report; rejects external resources and unbalanced tags."""
 
     VOID = ("meta", "br", "line", "rect", "circle", "polyline", "polygon")
 
@@ -77,10 +77,10 @@ class _Page(HTMLParser):
             self.text.append(data)
 
 
-def _page(run, path, planned=None):
+def _render_report(run, path, planned=None):
     write_page(run, path, planned)
     text = path.read_text("utf-8")
-    page = _Page(text)
+    page = _ReportParser(text)
     return page, " ".join(" ".join(page.text).split())
 
 
@@ -91,12 +91,12 @@ def _train_on_rank(folder, resume=None):
     settings = {"per_device_train_batch_size": 2, "max_steps": 6 if resume else 4, "report_to": "none"}
     settings |= {"save_steps": 2, "logging_steps": 1, "disable_tqdm": True}
     arguments = TrainingArguments(str(folder / "out"), use_cpu=True, **settings)
-    # Beside others, one of them at the same step.
+    # Another callback traces the same step.
     callbacks = [RunCallback(folder / "run", peak_tflops=0.1), TraceCallback(folder / f"traces{resume is None}", [2])]
     Trainer(model, arguments, default_data_collator, rows, callbacks=callbacks).train(resume_from_checkpoint=resume)
 
 
-def test_a_run_is_recorded_and_goes_on(tmp_path):
+def test_run_is_recorded_and_resumed(tmp_path):
     run_ranks(lambda: _train_on_rank(tmp_path), 2)
     run = read_run(tmp_path / "run")
     assert [step for step, _ in run.series("loss")] == [1, 2, 3, 4]
@@ -121,35 +121,35 @@ def test_a_run_is_recorded_and_goes_on(tmp_path):
     assert "the line is what was planned" in text
 
 
-def test_what_is_unusual_is_said(tmp_path, made_run):
+def test_anomalies_are_reported(tmp_path, made_run):
     made_run(tmp_path, ranks=16, steps=400, broken=233, slow=9)
     run = read_run(tmp_path)
     planned = {one.pipeline_rank: int(one.peak / (1.3 if one.pipeline_rank == 2 else 1.0)) for one in run.memory}
-    page, text = _page(run, tmp_path / "page.html", planned)
+    page, text = _render_report(run, tmp_path / "page.html", planned)
     assert "The loss was not finite at step 233." in text
     assert "rank 9 (stage 2) is slow: 1.61 x the usual time" in text
     assert "holds 30% more than planned at its fullest" in text
     assert page.counts["svg"] == 6 + 4
     assert page.counts["polyline"] == 6
-    # One box for each rank.
+    # The report has one box per rank.
     assert text.count(" 9 ") >= 1 and "node00 (8 ranks), node01 (8 ranks)" in text
     for step in range(401, 601):
         add_logs(tmp_path, {"step": step, "loss": 6.0, "tokens_per_second": 1.5e6})
-    _, text = _page(read_run(tmp_path), tmp_path / "page.html")
+    _, text = _render_report(read_run(tmp_path), tmp_path / "page.html")
     assert "The loss has risen: 6 of late" in text
     assert "Slower than before: 1,500,000 tokens per second of late" in text
 
 
-def test_a_clean_run_says_so(tmp_path, made_run):
+def test_clean_run_report(tmp_path, made_run):
     made_run(tmp_path, ranks=16, steps=100)
-    _, text = _page(read_run(tmp_path), tmp_path / "page.html")
+    _, text = _render_report(read_run(tmp_path), tmp_path / "page.html")
     assert "Nothing stands out in what was recorded: 100 logged losses, a step's trace, a step's memory" in text
 
 
-def test_names_are_no_markup(tmp_path, made_run):
+def test_names_are_escaped(tmp_path, made_run):
     made_run(tmp_path, ranks=16, steps=20)
-    facts = json.loads((tmp_path / "run.json").read_text("utf-8"))
-    (tmp_path / "run.json").write_text(json.dumps(facts | {"model": "<script>alert(1)</script>"}), "utf-8")
+    metadata = json.loads((tmp_path / "run.json").read_text("utf-8"))
+    (tmp_path / "run.json").write_text(json.dumps(metadata | {"model": "<script>alert(1)</script>"}), "utf-8")
     logs = {"step": 20, "loss": 1.0, "expert_load/<img src=x>": 2.0}
     add_logs(tmp_path, logs)
     write_page(read_run(tmp_path), tmp_path / "page.html")
@@ -157,35 +157,35 @@ def test_names_are_no_markup(tmp_path, made_run):
     assert "<script" not in text and "<img" not in text
 
 
-def test_size_of_a_long_run(tmp_path, made_run):
+def test_long_run_report_size(tmp_path, made_run):
     made_run(tmp_path, ranks=64, steps=10_000)
     write_page(read_run(tmp_path), tmp_path / "page.html")
     assert (tmp_path / "page.html").stat().st_size < 2e6
 
 
-def test_charts_of_odd_series():
+def test_charts_with_degenerate_series():
     assert line_chart("loss", [(1, math.nan), (2, math.inf)]) == ""
     assert "<circle" in line_chart("loss", [(1, 2.0)])
     assert "polyline" in line_chart("loss", [(step, 0.0) for step in range(10)])
-    one = line_chart("loss", [(step, 1e6 if step == 77 else 1.0) for step in range(1000)])
-    # A single outlier does not flatten the rest.
-    assert "1M" not in one
+    chart = line_chart("loss", [(step, 1e6 if step == 77 else 1.0) for step in range(1000)])
+    # A single outlier does not flatten the other values.
+    assert "1M" not in chart
 
 
-def test_a_run_that_was_killed_or_went_on_elsewhere(tmp_path, made_run):
+def test_incomplete_or_resumed_run_report(tmp_path, made_run):
     made_run(tmp_path, ranks=16, steps=40)
     (tmp_path / "trace" / "rank00003.json").unlink()
     (tmp_path / "memory" / "rank00015.json").unlink()
-    _, text = _page(read_run(tmp_path), tmp_path / "page.html")
+    _, text = _render_report(read_run(tmp_path), tmp_path / "page.html")
     assert "No trace:" in text and "the traces of ranks 3 are missing" in text
     assert "The memory covers 15 of 16 ranks." in text
-    said = json.loads((tmp_path / "run.json").read_text("utf-8"))
-    (tmp_path / "run.json").write_text(json.dumps(said | {"layout": "tp2"}), "utf-8")
-    _, text = _page(read_run(tmp_path), tmp_path / "page.html")
+    metadata = json.loads((tmp_path / "run.json").read_text("utf-8"))
+    (tmp_path / "run.json").write_text(json.dumps(metadata | {"layout": "tp2"}), "utf-8")
+    _, text = _render_report(read_run(tmp_path), tmp_path / "page.html")
     assert "The memory is from 16 ranks with tp4+pp4, before the run continued with tp2." in text
-    cut = (tmp_path / "memory" / "rank00002.json").read_text("utf-8")[:300]
-    (tmp_path / "memory" / "rank00002.json").write_text(cut, "utf-8")
-    _, text = _page(read_run(tmp_path), tmp_path / "page.html")
+    truncated = (tmp_path / "memory" / "rank00002.json").read_text("utf-8")[:300]
+    (tmp_path / "memory" / "rank00002.json").write_text(truncated, "utf-8")
+    _, text = _render_report(read_run(tmp_path), tmp_path / "page.html")
     assert "rank00002.json: is damaged" in text
     for command, folder in (("memory", "trace"), ("trace", "memory"), ("hang", "memory"), ("compare", "trace")):
         arguments = [str(tmp_path / folder)] * (2 if command == "compare" else 1)
@@ -201,21 +201,21 @@ def test_evaluations_and_skipped_steps(tmp_path, made_run):
     add_skipped(tmp_path, 9)
     run = read_run(tmp_path)
     assert run.series("eval_loss") == [(40, 3.5)] and run.series("train_loss") == [(40, 2.0)]
-    _, text = _page(run, tmp_path / "page.html")
+    _, text = _render_report(run, tmp_path / "page.html")
     assert "Step 7 was skipped and 1 more times: gradients were not finite." in text
 
 
 @shard_safe
-def _not_finite(module, args, output):
+def _return_nan(module, args, output):
     return output * torch.nan
 
 
-class _NoNumber(TrainerCallback):
-    """Gradients of one step are not finite, whose loss Trainer leaves out of its logs."""
+class _NonFiniteStep(TrainerCallback):
+    """Makes the gradients of one step non-finite; Trainer leaves its loss out of the logs."""
 
     def on_step_begin(self, args, state, control, model=None, **kwargs):
         if state.global_step == 3:
-            self.hook = model.model.norm.register_forward_hook(_not_finite)
+            self.hook = model.model.norm.register_forward_hook(_return_nan)
 
     def on_step_end(self, args, state, control, **kwargs):
         if state.global_step == 4:
@@ -228,20 +228,20 @@ def _train_in_used_folder(folder):
     settings = {"per_device_train_batch_size": 2, "max_steps": 5, "report_to": "none", "save_strategy": "no"}
     arguments = TrainingArguments(str(folder / "out"), use_cpu=True, logging_steps=5, **settings)
     run = RunCallback(folder / "run", memory_step=None, trace_step=None)
-    trainer = Trainer(model, arguments, default_data_collator, rows, callbacks=[run, _NoNumber()])
+    trainer = Trainer(model, arguments, default_data_collator, rows, callbacks=[run, _NonFiniteStep()])
     trainer.train()
     with pytest.raises(ConfigError, match="already has a run, and this one starts at step 0"):
         trainer.train()
 
 
-def test_one_folder_for_a_run(tmp_path):
+def test_folder_holds_one_run(tmp_path):
     run_ranks(lambda: _train_in_used_folder(tmp_path), 2)
     run = read_run(tmp_path / "run")
     assert run.skipped == [4]
     assert len(run.series("loss")) == 1
 
 
-def test_what_is_no_run(tmp_path):
+def test_invalid_runs_are_rejected(tmp_path):
     with pytest.raises(ConfigError, match=r"has no file run.json"):
         read_run(tmp_path)
     for wrong in ({"memory_step": -1}, {"trace_step": "2"}, {"peak_tflops": 0}):
@@ -262,20 +262,18 @@ def test_in_a_browser(tmp_path, made_run):
     write_page(read_run(tmp_path), tmp_path / "page.html")
     page = (tmp_path / "page.html").as_uri()
     options = [BROWSER, "--headless=new", "--no-sandbox", "--disable-gpu", "--hide-scrollbars"]
-    colours = {}
+    colors = {}
     for name, settings in {"light": (), "dark": ("--blink-settings=preferredColorScheme=0",)}.items():
         for width in (1100, 420):
-            picture = tmp_path / f"{name}{width}.png"
-            command = [*options, *settings, f"--window-size={width},1600", f"--screenshot={picture}", page]
+            screenshot = tmp_path / f"{name}{width}.png"
+            command = [*options, *settings, f"--window-size={width},1600", f"--screenshot={screenshot}", page]
             subprocess.run(command, check=True, capture_output=True, timeout=120)
-            pixels = Image.open(picture).convert("RGB")
-            colours[name, width] = pixels.getpixel((2, 2))
-            # Charts have colours of their own.
+            pixels = Image.open(screenshot).convert("RGB")
+            colors[name, width] = pixels.getpixel((2, 2))
+            # Charts add their own colors.
             assert len(pixels.getcolors(1 << 24)) > 200
-    assert min(colours["light", 1100]) > 200 and max(colours["dark", 1100]) < 60
-    # What the page has become is what was written: nothing of it was dropped by the parser.
-    seen = subprocess.run(
-        [*options, "--dump-dom", page], check=True, capture_output=True, timeout=120, text=True
-    ).stdout
-    assert seen.count("<svg") == (tmp_path / "page.html").read_text("utf-8").count("<svg")
-    assert seen.rstrip().endswith("</html>")
+    assert min(colors["light", 1100]) > 200 and max(colors["dark", 1100]) < 60
+    # The DOM has all written charts: the parser dropped none.
+    dom = subprocess.run([*options, "--dump-dom", page], check=True, capture_output=True, timeout=120, text=True).stdout
+    assert dom.count("<svg") == (tmp_path / "page.html").read_text("utf-8").count("<svg")
+    assert dom.rstrip().endswith("</html>")

@@ -1,4 +1,4 @@
-"""What real ranks hold in a step beside its plan, on layouts of all axes; where memory ended."""
+"""Tests of the memory that ranks use in a step, compared with its plan, and of out-of-memory reports."""
 
 import json
 import random
@@ -58,7 +58,7 @@ def _step(model, optimizer):
     optimizer.zero_grad()
 
 
-def _counted_on_rank(config, sizes, folder):
+def _measure_on_rank(config, sizes, folder):
     dtype = torch.bfloat16 if config is EXPERTS else torch.float32
     with balanced_experts():
         model = AutoModelForCausalLM.from_config(config, dtype=dtype, megatron_config=ConfigUnderTest(**sizes)).train()
@@ -67,50 +67,50 @@ def _counted_on_rank(config, sizes, folder):
             _step(model, optimizer)
         with StepMemory(folder / "step", model, optimizer):
             _step(model, optimizer)
-        # What a loop keeps of each call, as lists of outputs do.
-        held = []
+        # A leak: the loop keeps a tensor per call, like a list of outputs.
+        tensors = []
 
         @shard_safe
         def keep(*args):
-            held.append(torch.zeros(LEAK, dtype=torch.uint8))
+            tensors.append(torch.zeros(LEAK, dtype=torch.uint8))
 
-        # Those of other stages hold no weights.
+        # Off-stage modules have no local weights.
         name = next(name for name, _ in local_named_parameters(model) if name.endswith("input_layernorm.weight"))
         hook = model.get_submodule(name.rpartition(".")[0]).register_forward_hook(keep)
         with StepMemory(folder / "leak", model, optimizer):
             _step(model, optimizer)
         hook.remove()
-        return len(held)
+        return len(tensors)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_with_its_plan(layout, tmp_path):
+def test_memory_matches_plan(layout, tmp_path):
     config, sizes = LAYOUTS[layout]
-    leaks = run_ranks(lambda: _counted_on_rank(config, sizes, tmp_path), 2)
-    found = memory_in(tmp_path / "step")
-    planned = {one.pipeline_rank: one for one in plan_for(found[0])}
-    for one in found:
+    leaks = run_ranks(lambda: _measure_on_rank(config, sizes, tmp_path), 2)
+    records = memory_in(tmp_path / "step")
+    planned = {one.pipeline_rank: one for one in plan_for(records[0])}
+    for one in records:
         plan = planned[one.pipeline_rank]
         for name in ("weights", "gradients", "main weights", "moments", "recv_buffer"):
             assert one.kept.get(name, 0) == plan.kept.get(name, 0), name
-        # gloo's threads let go of some tensors late.
+        # gloo's threads release some tensors late.
         assert one.peak == pytest.approx(plan.peak.size, rel=0.05)
         assert sum(one.at_peak.values()) == one.peak
-    assert "+0.0%" in memory_table(found, [*planned.values()])
-    for one, before, leak in zip(memory_in(tmp_path / "leak"), found, leaks, strict=True):
-        # And some that gloo lets go of late in one of the two steps.
+    assert "+0.0%" in memory_table(records, [*planned.values()])
+    for one, before, leak in zip(memory_in(tmp_path / "leak"), records, leaks, strict=True):
+        # gloo may release other tensors late in one of the two steps.
         assert leak * LEAK * 0.4 < one.peak - before.peak <= leak * LEAK + 0.05 * before.peak
     result = CliRunner().invoke(app, ["debug", "memory", str(tmp_path / "leak")])
     assert result.exit_code == 0, result.output
     assert "peak of the step" in result.output
 
 
-def test_what_is_not_planned(tmp_path):
+def test_models_without_plan(tmp_path):
     def on_rank():
         model = AutoModelForCausalLM.from_config(LLAMA, megatron_config=MegatronConfig(tp_size=2)).train()
         model.model.embed_tokens.requires_grad_(False)
-        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        optimizer = prepare_optimizer(torch.optim.AdamW(trained))
+        trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        optimizer = prepare_optimizer(torch.optim.AdamW(trainable))
         with StepMemory(tmp_path, model, optimizer):
             _step(model, optimizer)
         with pytest.raises(ConfigError, match="already has a record"):
@@ -142,46 +142,46 @@ def test_trainer(tmp_path):
     assert plan_for(replace(first, rows=4))[0].peak.size > first.peak
 
 
-def _ended_on_rank(sizes, folder):
-    # Gradients of half precision are read where they are reduced: what stands for them outlives a step.
+def _fail_allocation_on_rank(sizes, folder):
+    # Half precision gradients are read from the gradient buffer, through proxies that outlive a step.
     layout = ConfigUnderTest(**sizes)
     model = AutoModelForCausalLM.from_config(LLAMA, dtype=torch.bfloat16, megatron_config=layout).train()
     optimizer = prepare_optimizer(torch.optim.AdamW(model.parameters()))
     _step(model, optimizer)
 
     @shard_safe
-    def ask(module, args):
+    def allocate(module, args):
         torch.empty(1 << 50, dtype=torch.uint8)
 
-    reported = []
+    module_names = []
     for draw in range(20):
-        drawn = random.Random(f"{sizes} {draw}")
-        name = drawn.choice([name for name, _ in model.model.layers.named_modules() if name.count(".") == 1])
-        hook = model.model.layers.get_submodule(name).register_forward_pre_hook(ask)
+        rng = random.Random(f"{sizes} {draw}")
+        name = rng.choice([name for name, _ in model.model.layers.named_modules() if name.count(".") == 1])
+        hook = model.model.layers.get_submodule(name).register_forward_pre_hook(allocate)
         with pytest.raises(RuntimeError, match="can't allocate"), MemorySnapshot(folder / f"{draw}", model, optimizer):
             _step(model, optimizer)
         hook.remove()
-        reported.append(name)
+        module_names.append(name)
     with pytest.raises(ZeroDivisionError), MemorySnapshot(folder / "other", model, optimizer):
         _ = 1 / 0
-    return reported
+    return module_names
 
 
 @pytest.mark.parametrize("layout", ["tp2", "cp2", "dp2"])
-def test_where_memory_ended(layout, tmp_path):
-    names, _ = run_ranks(lambda: _ended_on_rank({f"{layout[:2]}_size": 2}, tmp_path), 2)
+def test_oom_report_names_the_module(layout, tmp_path):
+    names, _ = run_ranks(lambda: _fail_allocation_on_rank({f"{layout[:2]}_size": 2}, tmp_path), 2)
     for draw, name in enumerate(names):
         for rank in range(2):
-            found = json.loads((tmp_path / str(draw) / f"rank{rank:05}.json").read_text("utf-8"))
-            # The hook's own frame is called by the module that encloses it, or by the module itself.
-            assert f"model.layers.{name}".startswith(found["where"].partition(" ")[0]), (found["where"], name)
-            assert found["bytes"]["weights"] > 0
-            assert found["largest"][0]["bytes"] >= found["largest"][-1]["bytes"] > 0
-            assert "tried to allocate 1125899906842624 bytes" in found["error"]
+            record = json.loads((tmp_path / str(draw) / f"rank{rank:05}.json").read_text("utf-8"))
+            # The hook is called from the frame of the module itself or of the module that contains it.
+            assert f"model.layers.{name}".startswith(record["where"].partition(" ")[0]), (record["where"], name)
+            assert record["bytes"]["weights"] > 0
+            assert record["largest"][0]["bytes"] >= record["largest"][-1]["bytes"] > 0
+            assert "tried to allocate 1125899906842624 bytes" in record["error"]
     assert not (tmp_path / "other").exists()
 
 
-def test_what_is_out_of_memory():
+def test_is_oom_error():
     try:
         try:
             raise torch.OutOfMemoryError("CUDA out of memory")

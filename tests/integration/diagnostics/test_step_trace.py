@@ -1,4 +1,4 @@
-"""Traces of a step on layouts of all axes: who slept, who waited for it along which axis, in one merged timeline."""
+"""Tests of step traces on layouts of all axes: sleeping ranks, ranks that wait for them, and the merged timeline."""
 
 import json
 import random
@@ -47,7 +47,7 @@ LLAMA = LlamaConfig(**SIZES, intermediate_size=48, num_hidden_layers=4)
 EXPERTS = Qwen3MoeConfig(
     **SIZES, moe_intermediate_size=16, num_hidden_layers=2, num_experts=4, num_experts_per_tok=2, head_dim=8
 )
-# With the axes along which ranks communicate.
+# Config, layout, and the axes along which ranks communicate.
 LAYOUTS = {
     "tp2": (LLAMA, {"tp_size": 2}, {"tp"}),
     "tp2+sp": (LLAMA, {"tp_size": 2, "sequence_parallel": True}, {"tp"}),
@@ -63,11 +63,11 @@ NAP, DRAWS = 0.2, 3
 
 
 class Naps:
-    """Sleeps of a rank in a hook, each begun when another rank waits for this one: no clock decides whether it has to.
+    """Sleeps of a rank in a hook, each started once another rank waits for this one, independent of timing.
 
     Args:
-        trace: of the step of this rank.
-        folder: of all ranks, where each says what it waits for.
+        trace: step trace of this rank.
+        folder: shared folder, in which each rank writes the call that it waits in.
     """
 
     def __init__(self, trace, folder):
@@ -77,7 +77,7 @@ class Naps:
         self._timed, trace._timed = trace._timed, self._report
 
     def _report(self, function, made):
-        """Says what this rank is inside of; calls have a first time in which they are begun."""
+        """Writes the call that this rank waits in; the first timed part of a call starts it and is not written."""
 
         def inside():
             partial = self.file.with_suffix(".partial")
@@ -96,7 +96,7 @@ class Naps:
                 axis, ranks, number = json.loads(file.read_text("utf-8"))
             except FileNotFoundError:
                 continue
-            # No call of gloo ends before all of its ranks have come, sends included.
+            # No gloo call ends before all of its ranks have joined, sends included.
             if self.trace.rank in ranks and number >= self.trace._counts[axis, tuple(ranks)]:
                 return True
         return False
@@ -121,18 +121,18 @@ def _step(model, optimizer):
     optimizer.zero_grad()
 
 
-def _traced_on_rank(config, sizes, folder):
+def _trace_on_rank(config, sizes, folder):
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, megatron_config=ConfigUnderTest(**sizes)).train()
     optimizer = prepare_optimizer(torch.optim.AdamW(model.parameters(), lr=1e-3))
     _step(model, optimizer)
     slept = []
     for draw in range(DRAWS):
-        drawn = random.Random(f"{sizes} {draw}")
-        layer, rank = drawn.randrange(config.num_hidden_layers), drawn.randrange(dist.get_world_size())
+        rng = random.Random(f"{sizes} {draw}")
+        layer, rank = rng.randrange(config.num_hidden_layers), rng.randrange(dist.get_world_size())
         name, state = f"model.layers.{layer}", parallel_state(model)
         if state.cut is not None:
-            # A rank of the stage that has the layer.
+            # Move the rank to the stage that has the layer.
             rank += (state.cut.owner(f"{name}.") - state.axes.of_rank(rank).rank("pp")) * sizes.get("tp_size", 1)
         with StepTrace(folder / str(draw), model, optimizer) as trace:
             naps = Naps(trace, folder)
@@ -145,21 +145,21 @@ def _traced_on_rank(config, sizes, folder):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_sleeping_rank_is_waited_for(layout, tmp_path):
+def test_waits_name_the_sleeping_rank(layout, tmp_path):
     config, sizes, axes = LAYOUTS[layout]
     ranks = 4 if layout in ("tp2+pp2", "tp2+dp2") else 2
-    slept = run_ranks(lambda: _traced_on_rank(config, sizes, tmp_path), ranks)
+    slept = run_ranks(lambda: _trace_on_rank(config, sizes, tmp_path), ranks)
     for draw in range(DRAWS):
         rank = slept[0][draw][0]
         _, name, naps = slept[rank][draw]
         traces = traces_in(tmp_path / str(draw))
         shares = compute_shares(traces)
         assert axes <= set(shares[0].communicating) <= {*axes, "job", "dp_cp", "dp_shard"}
-        # Along chains of others too, so that one of them is enough.
+        # Ranks may also wait through chains of other ranks, so one of them is enough.
         waited = {one.rank: one.waited_for[rank] for one in shares if one.rank != rank}
         assert naps and max(waited.values()) >= NAP, (draw, rank, waited)
         for start, stop in naps:
-            # Within it computing, with the layer's name, and waiting for nobody.
+            # During its sleep the rank is computing in the layer, and waits for no other rank.
             [label] = [label for label, since, until in traces[rank].computed if since <= start and stop <= until]
             assert label == f"forward {name}"
             waits = [wait for call in traces[rank].communications for wait in call.waits]
@@ -169,8 +169,8 @@ def test_a_sleeping_rank_is_waited_for(layout, tmp_path):
             assert parts == pytest.approx(one.step, abs=1e-5)
 
 
-def test_layouts_in_one_picture(tmp_path):
-    """Two ranks: the second comes 0.3 s late to what both do, and its clock is 5 s ahead."""
+def test_merged_trace(tmp_path):
+    """Two ranks: the second one joins the all-reduce 0.3 s late, and its clock is 5 s ahead."""
     calls = [Communication("tp", "allreduce", (0, 1), 0, 1.0, [(1.0, 1.4)])]
     late = [Communication("tp", "allreduce", (0, 1), 0, 6.3, [(6.3, 6.4)])]
     RankTrace(0, 2, "tp2", 0.0, 0.0, 2.0, [("forward", 0.0, 1.0), ("backward", 1.4, 2.0)], calls).write(tmp_path)
@@ -191,32 +191,32 @@ def test_layouts_in_one_picture(tmp_path):
         traces_in(tmp_path)
 
 
-def _kernel(name, ts, stop, launched, number):
+def _make_kernel(name, ts, stop, launched, number):
     """A kernel and its launch, as Kineto writes them."""
-    facts = {"args": {"correlation": number}}
+    arguments = {"args": {"correlation": number}}
     return [
-        {"cat": "cuda_driver", "name": "cuLaunchKernelEx", "ts": launched, "dur": 5.0, **facts},
-        {"cat": "kernel", "name": name, "ts": ts, "dur": stop - ts, **facts},
+        {"cat": "cuda_driver", "name": "cuLaunchKernelEx", "ts": launched, "dur": 5.0, **arguments},
+        {"cat": "kernel", "name": name, "ts": ts, "dur": stop - ts, **arguments},
     ]
 
 
-def test_kernels_of_an_accelerator():
-    """Communication beside computing is told from what is not."""
+def test_kernels_on_accelerator():
+    """Communication hidden by computation is separated from exposed communication."""
     traces = []
     for rank, arrives in ((0, 100.0), (1, 400.0)):
         events = [
-            *_kernel("void gemm<float>(int)", 0.0, 300.0, 0.0, 1),
-            *_kernel("ncclDevKernel_AllGather", arrives, 600.0, 20.0, 2),
+            *_make_kernel("void gemm<float>(int)", 0.0, 300.0, 0.0, 1),
+            *_make_kernel("ncclDevKernel_AllGather", arrives, 600.0, 20.0, 2),
             {"cat": "cpu_op", "name": "aten::mm", "ts": 0.0, "dur": 1.0},
         ]
-        said = {"traceEvents": events, "baseTimeNanoseconds": 10**9}
-        # Over the host; then what the kernel is of, for which the host waited as well.
+        profile = {"traceEvents": events, "baseTimeNanoseconds": 10**9}
+        # A call on the host only; then the call of the kernel, for which the host waited as well.
         calls = [
             Communication("tp", "allgather", (0, 1), 3, 1.000001, [(1.000001, 1.000002)]),
             Communication("dp", "allgather_base", (0, 1), 7, 1.00001, [(1.00001, 1.00004), (1.0003, 1.0004)]),
         ]
         host = RankTrace(rank, 2, "", 0.0, 1.0, 1.0005, [("forward", 1.0, 1.0005)], calls)
-        traces.append(with_kernels(said, host))
+        traces.append(with_kernels(profile, host))
     [call] = traces[0].communications
     assert (call.axis, call.operation, call.ranks, call.number) == ("dp", "allgather_base", (0, 1), 7)
     assert [span[0] for span in traces[0].computed] == ["gemm"]
@@ -227,8 +227,8 @@ def test_kernels_of_an_accelerator():
     assert (second.waiting["dp"], second.communicating["dp"]) == pytest.approx((0.0, 2e-4))
 
 
-def test_kernels_of_sends_and_receives():
-    """Those that go together are one kernel, started after both; a long call has several."""
+def test_kernels_for_send_and_receive():
+    """A send and a receive in one batch share a kernel, started after both calls; a long call has several kernels."""
     calls = [
         Communication("pp", "send", (0, 1), 0, 1.00001, [(1.00001, 1.00002)]),
         Communication("pp", "recv", (1, 0), 0, 1.00002, [(1.00002, 1.00003)]),
@@ -236,23 +236,23 @@ def test_kernels_of_sends_and_receives():
         Communication("pp", "send", (0, 1), 1, 1.0003, [(1.0003, 1.0004)]),
     ]
     events = [
-        *_kernel("ncclDevKernel_SendRecv", 50.0, 90.0, 40.0, 1),
-        *_kernel("ncclDevKernel_AllReduce", 150.0, 160.0, 110.0, 2),
-        *_kernel("ncclDevKernel_AllReduce", 160.0, 170.0, 120.0, 3),
-        *_kernel("ncclDevKernel_SendRecv", 400.0, 410.0, 350.0, 4),
+        *_make_kernel("ncclDevKernel_SendRecv", 50.0, 90.0, 40.0, 1),
+        *_make_kernel("ncclDevKernel_AllReduce", 150.0, 160.0, 110.0, 2),
+        *_make_kernel("ncclDevKernel_AllReduce", 160.0, 170.0, 120.0, 3),
+        *_make_kernel("ncclDevKernel_SendRecv", 400.0, 410.0, 350.0, 4),
     ]
     host = RankTrace(0, 3, "", 0.0, 1.0, 1.0005, [], calls)
-    found = with_kernels({"traceEvents": events[::-1], "baseTimeNanoseconds": 10**9}, host).communications
-    assert [(call.axis, call.operation, call.number, len(call.waits)) for call in found] == [
+    communications = with_kernels({"traceEvents": events[::-1], "baseTimeNanoseconds": 10**9}, host).communications
+    assert [(call.axis, call.operation, call.number, len(call.waits)) for call in communications] == [
         ("pp", "send", 0, 1),
         ("pp", "recv", 0, 1),
         ("tp", "allreduce", 0, 2),
         ("pp", "send", 1, 1),
     ]
-    assert [call.start for call in found] == pytest.approx([1.00005, 1.00005, 1.00015, 1.0004])
+    assert [call.start for call in communications] == pytest.approx([1.00005, 1.00005, 1.00015, 1.0004])
 
 
-def _trained_on_rank(folder):
+def _train_on_rank(folder):
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(LLAMA, megatron_config=MegatronConfig(tp_size=2))
     rows = [{"input_ids": [place] * 8, "labels": [place] * 8} for place in range(8)]
@@ -263,7 +263,7 @@ def _trained_on_rank(folder):
 
 
 def test_trainer(tmp_path):
-    run_ranks(lambda: _trained_on_rank(tmp_path), 2)
+    run_ranks(lambda: _train_on_rank(tmp_path), 2)
     traces = traces_in(tmp_path / "traces" / "step1")
     assert {"optimizer", "forward model.layers.3", "backward model.layers.0"} <= {
         span[0] for span in traces[0].computed
@@ -277,9 +277,9 @@ class _Broken(TrainerCallback):
             model.model.layers[1].register_forward_pre_hook(shard_safe(lambda *called: 1 // 0))
 
 
-def _broken_on_rank(folder):
-    """All tools are on while a step ends in an error."""
-    own = _own_methods()
+def _fail_on_rank(folder):
+    """Runs all diagnostic tools while a step ends in an error."""
+    original_methods = _current_methods()
     model = AutoModelForCausalLM.from_config(LLAMA, megatron_config=MegatronConfig(tp_size=2))
     rows = [{"input_ids": [place] * 8, "labels": [place] * 8} for place in range(8)]
     settings = {"per_device_train_batch_size": 2, "max_steps": 3, "report_to": "none", "save_strategy": "no"}
@@ -296,24 +296,24 @@ def _broken_on_rank(folder):
     threads = threading.active_count()
     with pytest.raises(ZeroDivisionError):
         Trainer(model, arguments, default_data_collator, rows, callbacks=tools).train()
-    assert _own_methods() == own and dispatch_modes() == []
+    assert _current_methods() == original_methods and dispatch_modes() == []
     assert threading.active_count() <= threads and len(model._forward_pre_hooks) == hooks
     return sorted(path.name for path in folder.rglob("rank*"))
 
 
-def test_an_error_ends_all_tools(tmp_path):
-    assert run_ranks(_broken_on_rank, 2, tmp_path) == [[], []]
+def test_error_stops_all_tools(tmp_path):
+    assert run_ranks(_fail_on_rank, 2, tmp_path) == [[], []]
 
 
-def _own_methods():
+def _current_methods():
     return [vars(dist.ProcessGroup)["allreduce"], vars(dist.Work)["wait"]]
 
 
-def _several_on_rank(folder):
-    """Callbacks end in the order in which they began."""
+def _trace_twice_on_rank(folder):
+    """Two traces overlap and end in the order in which they started."""
     model = AutoModelForCausalLM.from_config(LLAMA, megatron_config=ConfigUnderTest(tp_size=2)).train()
     optimizer = prepare_optimizer(torch.optim.AdamW(model.parameters(), lr=1e-3))
-    own = _own_methods()
+    original_methods = _current_methods()
     first, second = StepTrace(folder / "first", model, optimizer), StepTrace(folder / "second", model, optimizer)
     first.__enter__()
     second.__enter__()
@@ -321,16 +321,16 @@ def _several_on_rank(folder):
     first.__exit__(None, None, None)
     dist.all_reduce(torch.ones(1))
     second.__exit__(None, None, None)
-    assert _own_methods() == own
+    assert _current_methods() == original_methods
     with pytest.raises(ZeroDivisionError), StepTrace(folder / "ended", model, optimizer):
         _ = 1 / 0
-    assert _own_methods() == own
+    assert _current_methods() == original_methods
 
 
-def test_several_at_a_time(tmp_path):
-    run_ranks(lambda: _several_on_rank(tmp_path), 2)
+def test_overlapping_traces(tmp_path):
+    run_ranks(lambda: _trace_twice_on_rank(tmp_path), 2)
     first, second = (traces_in(tmp_path / name)[0] for name in ("first", "second"))
-    # The one sees what the other told the ranks, and nothing behind its own end.
+    # The second trace records the communication of the first; the first records nothing after its own end.
     assert first.communications[-1].start < first.stop < second.communications[-1].start
     assert not list(tmp_path.glob("ended/*"))
 
@@ -341,7 +341,7 @@ class _Fails(TrainerCallback):
             raise OverflowError("as when memory ends")
 
 
-def _trained_again_on_rank(folder):
+def _retrain_on_rank(folder):
     model = AutoModelForCausalLM.from_config(LLAMA, megatron_config=MegatronConfig(tp_size=2))
     rows = [{"input_ids": [place] * 8, "labels": [place] * 8} for place in range(8)]
     settings = {"per_device_train_batch_size": 2, "max_steps": 3, "report_to": "none", "save_strategy": "no"}
@@ -349,23 +349,23 @@ def _trained_again_on_rank(folder):
     tools = [TraceCallback(folder / "traces", [1]), MemoryCallback(folder / "memory", [1])]
     failing = _Fails()
     trainer = Trainer(model, arguments, default_data_collator, rows, callbacks=[*tools, failing])
-    own = _own_methods()
+    original_methods = _current_methods()
     with pytest.raises(OverflowError):
         trainer.train()
     trainer.remove_callback(failing)
     trainer.train()
-    assert _own_methods() == own
+    assert _current_methods() == original_methods
 
 
-def test_a_step_that_fails(tmp_path):
-    """Training goes on after an error, as with `auto_find_batch_size`; the step is traced when it is taken."""
-    run_ranks(lambda: _trained_again_on_rank(tmp_path), 2)
+def test_failed_step_is_traced_on_retry(tmp_path):
+    """Training continues after an error, as with `auto_find_batch_size`; the step is traced when it is repeated."""
+    run_ranks(lambda: _retrain_on_rank(tmp_path), 2)
     assert len(traces_in(tmp_path / "traces" / "step1")) == len(memory_in(tmp_path / "memory" / "step1")) == 2
     with pytest.raises(ConfigError, match=r"TraceCallback\(steps=\[-1\]\): expected optimizer steps"):
         TraceCallback(tmp_path, [-1])
 
 
-def test_one_process(tmp_path):
+def test_single_process(tmp_path):
     model = AutoModelForCausalLM.from_config(LLAMA)
     ids = torch.zeros(1, 8, dtype=torch.int64)
     with StepTrace(tmp_path, model):

@@ -1,4 +1,4 @@
-"""A rank that sleeps is named with the module and function it sleeps in, on layouts of all axes; no other one is."""
+"""Tests of straggler detection: only a sleeping rank is named, with its module and function, on layouts of all axes."""
 
 import random
 import time
@@ -39,7 +39,7 @@ LAYOUTS = [
     (LLAMA, {"pp_size": 2, "num_microbatches": 2}),
     (EXPERTS, {"dp_size": 2, "ep_size": 2}),
 ]
-# Seconds in each call: several times what a step takes, whatever else the machine does.
+# Seconds of sleep per call: several times the duration of a step, also on a loaded machine.
 NAP, STEPS, WINDOWS = 0.15, 3, 2
 
 
@@ -48,7 +48,7 @@ def _nap(*args):
     time.sleep(NAP)
 
 
-def _steps(model, optimizer, number):
+def _run_steps(model, optimizer, number):
     state = parallel_state(model)
     ids = torch.randint(0, 64, (4, 16), generator=torch.Generator().manual_seed(0))
     rows = ids.tensor_split(state.mesh.dp_size)[state.mesh.dp_rank]
@@ -58,41 +58,41 @@ def _steps(model, optimizer, number):
         optimizer.zero_grad()
 
 
-def _found_on_rank(config, sizes, seeds):
+def _find_stragglers_on_rank(config, sizes, seeds):
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, megatron_config=ConfigUnderTest(**sizes)).train()
     optimizer = prepare_optimizer(torch.optim.AdamW(model.parameters(), lr=1e-3))
-    _steps(model, optimizer, 2)
-    found = []
+    _run_steps(model, optimizer, 2)
+    results = []
     for seed in seeds:
         watch = StragglerWatch(
             model, optimizer, steps=STEPS, windows=WINDOWS, factor=3.0, interval=0.005, say=lambda report: None
         )
         if sizes.get("pp_size", 1) > 1:
-            # A rank that is alone in its stage is compared with what it took before.
-            _steps(model, optimizer, STEPS * WINDOWS)
+            # A rank that is alone in its stage is compared with its own earlier windows.
+            _run_steps(model, optimizer, STEPS * WINDOWS)
         assert watch.reports == []
-        drawn = random.Random(seed)
-        layer, rank = drawn.randrange(config.num_hidden_layers), drawn.randrange(dist.get_world_size())
+        rng = random.Random(seed)
+        layer, rank = rng.randrange(config.num_hidden_layers), rng.randrange(dist.get_world_size())
         name, state = f"model.layers.{layer}.mlp", parallel_state(model)
         if state.cut is not None:
             rank = state.cut.owner(f"{name}.")
         hook = model.get_submodule(name).register_forward_hook(_nap) if rank == dist.get_rank() else None
-        _steps(model, optimizer, STEPS * WINDOWS)
+        _run_steps(model, optimizer, STEPS * WINDOWS)
         if hook is not None:
             hook.remove()
         watch.stop()
-        found.append((rank, name, watch.reports))
-    return found
+        results.append((rank, name, watch.reports))
+    return results
 
 
-def _name(value):
+def _layout_id(value):
     return MegatronConfig(**value).layout() if isinstance(value, dict) else value.model_type
 
 
-@pytest.mark.parametrize(("config", "sizes"), LAYOUTS, ids=_name)
-def test_a_rank_that_sleeps_is_named(config, sizes):
-    for trials in zip(*run_ranks(_found_on_rank, 2, config, sizes, range(4)), strict=True):
+@pytest.mark.parametrize(("config", "sizes"), LAYOUTS, ids=_layout_id)
+def test_sleeping_rank_is_named(config, sizes):
+    for trials in zip(*run_ranks(_find_stragglers_on_rank, 2, config, sizes, range(4)), strict=True):
         rank, name, [report] = trials[0]
         assert all(other == trials[0] for other in trials)
         assert report.rank == rank and report.seconds > 3 * report.usual
@@ -101,22 +101,24 @@ def test_a_rank_that_sleeps_is_named(config, sizes):
 
 
 def test_one_slow_window_is_no_straggler():
-    """Whoever is slow in some windows, but not one after the other, is not named; peers are of the same stage."""
+    """A rank that is slow in non-consecutive windows is not named; ranks are compared within their stage."""
     ranks = SlowRanks(windows=2, factor=1.5)
 
-    def windows(*seconds):
-        found = [StepWindow(stage, value, {"here": value}) for stage, value in zip((0, 0, 1, 1), seconds, strict=True)]
-        return ranks.judge(found, 7)
+    def judge_windows(*seconds):
+        step_windows = [
+            StepWindow(stage, value, {"here": value}) for stage, value in zip((0, 0, 1, 1), seconds, strict=True)
+        ]
+        return ranks.judge(step_windows, 7)
 
     # The last stage takes longer: it has the head.
-    assert windows(1, 2, 5, 5) == windows(1, 1, 5, 5) == windows(1, 2, 5, 5) == []
-    [report] = windows(1, 2, 5, 5)
+    assert judge_windows(1, 2, 5, 5) == judge_windows(1, 1, 5, 5) == judge_windows(1, 2, 5, 5) == []
+    [report] = judge_windows(1, 2, 5, 5)
     assert (report.rank, report.stage, report.usual, report.place, report.step) == (1, 0, 1, "here", 7)
-    assert windows(1, 2, 5, 5) == []
+    assert judge_windows(1, 2, 5, 5) == []
 
 
-def test_a_rank_alone_in_its_stage_is_compared_with_itself():
-    """What it always spends most on is not what has changed."""
+def test_lone_rank_is_compared_with_its_past():
+    """The report names the place whose time has grown, not the place that always takes the longest."""
     ranks = SlowRanks(windows=2, factor=1.25)
     usual, slow = {"mlp": 4.0, "loading": 0.1}, {"mlp": 4.0, "loading": 2.1}
     for _ in range(3):
@@ -126,7 +128,7 @@ def test_a_rank_alone_in_its_stage_is_compared_with_itself():
     assert report.place == "loading"
 
 
-def test_trainer_names_the_rank(tmp_path, capfd):
+def test_trainer_names_the_slow_rank(tmp_path, capfd):
     ids = torch.randint(3, 64, (64, 9), generator=torch.Generator().manual_seed(0))
     rows = [{"input_ids": row, "labels": row} for row in ids]
 
@@ -148,7 +150,7 @@ def test_trainer_names_the_rank(tmp_path, capfd):
     assert "rank 1 (stage 0) is slow" in capfd.readouterr().out
 
 
-def test_an_evaluation_is_no_part_of_a_step():
+def test_evaluation_is_not_sampled():
     model = AutoModelForCausalLM.from_config(LLAMA)
     sampler, ids = ThreadSampler(model, 0.002), torch.zeros(1, 4, dtype=torch.int64)
     with torch.no_grad():
@@ -157,7 +159,7 @@ def test_an_evaluation_is_no_part_of_a_step():
     sampler.take()
     time.sleep(0.3)
     evaluating = sum(sampler.take().values())
-    # In eval mode, as it was loaded.
+    # The model is still in eval mode, as after loading.
     model(ids)
     time.sleep(0.3)
     training = sum(sampler.take().values())
@@ -169,7 +171,7 @@ def test_an_evaluation_is_no_part_of_a_step():
     ("values", "message"),
     [({"steps": 0}, "steps=0"), ({"windows": 0}, "windows=0"), ({"factor": 1.0}, "factor=1.0")],
 )
-def test_numbers_out_of_range_say_so(values, message):
+def test_invalid_arguments_are_rejected(values, message):
     def on_rank():
         model = AutoModelForCausalLM.from_config(LLAMA, megatron_config=ConfigUnderTest(tp_size=2))
         optimizer = prepare_optimizer(torch.optim.SGD(model.parameters()))
@@ -179,7 +181,7 @@ def test_numbers_out_of_range_say_so(values, message):
     run_ranks(on_rank, 2)
 
 
-def test_what_cannot_be_followed_says_so():
+def test_unparallelized_model_is_rejected():
     model = torch.nn.Linear(2, 2)
     with pytest.raises(ConfigError, match="loaded with megatron_config="):
         StragglerWatch(model, torch.optim.SGD(model.parameters()))

@@ -1,4 +1,4 @@
-"""Trainer logs tokens per second and MFU; the work they are made of is what torch counts."""
+"""Tests of the throughput and MFU that Trainer logs, and of the FLOP estimate against torch's counter."""
 
 import time
 
@@ -54,7 +54,7 @@ CONFIGS = {
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_work_is_what_torch_counts(name):
+def test_flops_match_torch_counter(name):
     length = 512
     book = UnitBook(shorten(CONFIGS[name]), Job(1, device("h100"), length, 1))
     book.measure({1}, {1}, {None})
@@ -69,7 +69,7 @@ def test_work_is_what_torch_counts(name):
     assert 3 * flops == pytest.approx(forward + backward, rel=0.06)
 
 
-def test_windows_and_other_models():
+def test_sliding_windows_and_unsupported_models():
     config = LlamaConfig(**SIZES, intermediate_size=512, num_hidden_layers=2)
     full_attention = estimate_model_work(config)
     config.layer_types, config.sliding_window = ["full_attention", "sliding_attention"], 16
@@ -88,27 +88,27 @@ def test_windows_and_other_models():
     assert estimate_model_work(masked) is None
 
 
-def test_frozen_weights_need_one_pass_of_backward():
+def test_frozen_weights_skip_weight_gradients():
     model = AutoModelForCausalLM.from_config(LLAMA).train()
     ids = torch.zeros(2, 16, dtype=torch.int64)
-    trained, found = Throughput(model), {}
+    throughput, metrics = Throughput(model), {}
     model(input_ids=ids)
-    trained.end_step()
-    found["whole"] = trained.take(1.0)
+    throughput.end_step()
+    metrics["whole"] = throughput.take(1.0)
     model.requires_grad_(False)
     model(input_ids=ids)
     model.eval()(input_ids=ids)
-    trained.end_step()
-    found["frozen"] = trained.take(1.0)
-    # Of the same tokens; evaluation counts none.
-    ratio = [found[name]["mfu"] / found[name]["tokens_per_second"] for name in ("whole", "frozen")]
+    throughput.end_step()
+    metrics["frozen"] = throughput.take(1.0)
+    # Both steps have the same tokens; evaluation counts none.
+    ratio = [metrics[name]["mfu"] / metrics[name]["tokens_per_second"] for name in ("whole", "frozen")]
     assert ratio[0] / ratio[1] == pytest.approx(3 / 2)
-    assert found["whole"]["mfu"] == pytest.approx(found["whole"]["tflops_per_device"])
-    assert trained.take() == {}
+    assert metrics["whole"]["mfu"] == pytest.approx(metrics["whole"]["tflops_per_device"])
+    assert throughput.take() == {}
 
 
 class Reporting(TrainerCallback):
-    """As those that Trainer reports to, which it asks before a user's."""
+    """A reporting callback, which Trainer calls before user callbacks."""
 
     def __init__(self):
         self.seen = []
@@ -120,7 +120,7 @@ class Reporting(TrainerCallback):
         time.sleep(1.0)
 
 
-def _trained_on_rank(folder):
+def _train_on_rank(folder):
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(LLAMA, megatron_config=MegatronConfig(tp_size=2))
     rows = [{"input_ids": [place] * 64, "labels": [place] * 64} for place in range(8)]
@@ -141,20 +141,20 @@ def _trained_on_rank(folder):
     return reporting.seen, trainer.state.log_history, time.monotonic() - began
 
 
-def test_trainer_reports_to_all_ranks(tmp_path):
-    (seen, history, took), _ = run_ranks(lambda: _trained_on_rank(tmp_path), 2)
-    logs = [one for one in seen if "loss" in one]
+def test_trainer_logs_throughput(tmp_path):
+    (callback_logs, history, elapsed), _ = run_ranks(lambda: _train_on_rank(tmp_path), 2)
+    logs = [one for one in callback_logs if "loss" in one]
     assert len(logs) == 3
     assert [one["mfu"] for one in logs] == [one["mfu"] for one in history if "loss" in one]
     for one in logs:
         assert one["tokens_per_second"] == pytest.approx(2 * one["tokens_per_second_per_device"], rel=1e-3)
         assert one["mfu"] == pytest.approx(100 * one["tflops_per_device"], rel=1e-2)
-    # Two microbatches of two rows of 64 tokens; the seconds in which evaluations sleep belong to no step.
+    # Two microbatches of two samples of 64 tokens; the sleeps during evaluation belong to no step.
     seconds = [256 / one["tokens_per_second"] for one in logs]
-    assert 0 < sum(seconds) < took - 2.9
-    assert all("mfu" not in one for one in seen if "loss" not in one)
+    assert 0 < sum(seconds) < elapsed - 2.9
+    assert all("mfu" not in one for one in callback_logs if "loss" not in one)
 
 
-def test_bad_peak():
+def test_invalid_peak_tflops():
     with pytest.raises(ConfigError, match="peak_tflops=0"):
         ThroughputCallback(peak_tflops=0)

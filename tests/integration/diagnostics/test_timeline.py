@@ -1,4 +1,4 @@
-"""Recorded steps of real ranks: every computation is there once, on its rank, after what it needs."""
+"""Tests of recorded pipeline steps: each computation appears once, on its rank and after its dependencies."""
 
 import json
 
@@ -30,29 +30,29 @@ def timeline(request, tmp_path_factory):
     return result
 
 
-def computations(timeline, rank):
+def list_computations(timeline, rank):
     return [span for span in timeline.spans[rank] if span.kind in COMPUTE]
 
 
-def test_every_computation_is_there_once_on_its_rank_and_in_order(timeline):
+def test_computations_match_schedule(timeline):
     actions = rank_actions(timeline.schedule, RANKS, timeline.stages // RANKS, MICROBATCHES)
     for rank in range(RANKS):
         planned = [(action.kind.value, action.stage, action.microbatch) for action in actions[rank]]
-        # The first stage hands no gradient on: its whole backward is the second of the two steps.
+        # The first stage sends no input gradient: its full backward is the second of the two actions.
         planned = [entry for entry in planned if entry[0] in COMPUTE and entry[:2] != ("I", 0)]
-        assert [(span.kind, span.stage, span.microbatch) for span in computations(timeline, rank)] == planned
+        assert [(span.kind, span.stage, span.microbatch) for span in list_computations(timeline, rank)] == planned
 
 
-def test_a_rank_computes_one_thing_at_a_time(timeline):
+def test_rank_computations_do_not_overlap(timeline):
     for rank in range(RANKS):
-        spans = computations(timeline, rank)
+        spans = list_computations(timeline, rank)
         assert all(first.stop <= second.start for first, second in zip(spans[:-1], spans[1:], strict=True))
 
 
-def test_nothing_starts_before_what_it_needs_has_ended(timeline):
+def test_computations_start_after_dependencies(timeline):
     forwards, backwards = {}, {}
     for rank in range(RANKS):
-        for span in computations(timeline, rank):
+        for span in list_computations(timeline, rank):
             if span.kind == "F":
                 forwards[span.stage, span.microbatch] = span
             elif span.kind in ("B", "I") or span.stage == 0:
@@ -67,10 +67,10 @@ def test_nothing_starts_before_what_it_needs_has_ended(timeline):
             assert backwards[stage + 1, microbatch].stop <= span.start
 
 
-def test_the_rest_of_the_step(timeline):
+def test_communication_and_optimizer_spans(timeline):
     kinds = [{span.kind for span in spans} for spans in timeline.spans]
     assert "receive_backward" in kinds[0] and "receive_forward" in kinds[1]
-    assert all("optimizer" in found for found in kinds)
+    assert all("optimizer" in rank_kinds for rank_kinds in kinds)
     assert 0 < bubble_share(timeline) < 1
 
 

@@ -1,4 +1,4 @@
-"""Recomputed activations: the same numbers bit by bit, fewer bytes kept, no collective more."""
+"""Tests of activation recomputation: bitwise identical results, fewer saved bytes, no extra collectives."""
 
 import copy
 from pathlib import Path
@@ -54,41 +54,45 @@ CASES = [
     ("gpt_oss", "eager"),
 ]
 
-# Recomputed layers ran their hooks again, and kept what these are called with, before transformers 5.23.
+# Before transformers 5.23, recomputed layers ran their hooks again and kept the inputs of these hooks.
 _RECOMPUTES_HOOKS = Version(transformers.__version__) < Version("5.23")
 
 
-def make(model_type, implementation="eager", **changes):
+def make_model(model_type, implementation="eager", **changes):
     torch.manual_seed(0)
     config = CONFIG_MAPPING[model_type](**MODELS[model_type] | changes)
     return AutoModelForCausalLM.from_config(config, attn_implementation=implementation).train()
 
 
-def batch(padded=True):
+def make_batch(padded=True):
     ids = torch.randint(3, 64, (2, LENGTH), generator=torch.Generator().manual_seed(0))
     mask = torch.ones_like(ids)
     mask[0, : 5 if padded else 0] = 0
     return {"input_ids": ids, "labels": ids, "attention_mask": mask}
 
 
-def with_mode(model, mode):
+def copy_with_recompute(model, mode):
     duplicate = copy.deepcopy(model)
     apply_recompute(duplicate, mode)
     return duplicate
 
 
-def local(tensor):
+def to_local_tensor(tensor):
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
-def step(model, **kwargs):
-    """The loss, every gradient and the next random number."""
+def run_step(model, **kwargs):
+    """Returns the loss, every gradient and the next random numbers."""
     set_seed(3)
-    loss = model(**batch(), **kwargs).loss
+    loss = model(**make_batch(), **kwargs).loss
     loss.backward()
-    found = {name: local(parameter.grad) for name, parameter in model.named_parameters() if parameter.grad is not None}
-    assert found
-    return found | {"loss": loss.detach(), "random state": torch.rand(3)}
+    gradients = {
+        name: to_local_tensor(parameter.grad)
+        for name, parameter in model.named_parameters()
+        if parameter.grad is not None
+    }
+    assert gradients
+    return gradients | {"loss": loss.detach(), "random state": torch.rand(3)}
 
 
 def assert_identical(found, expected):
@@ -99,74 +103,77 @@ def assert_identical(found, expected):
 
 @pytest.mark.parametrize("mode", ["selective", "full"])
 @pytest.mark.parametrize(("model_type", "implementation"), CASES)
-def test_identical_numbers(model_type, implementation, mode):
-    model = make(model_type, implementation)
-    # Gradient checkpointing turns the cache off, and keys that went through a cache lie differently in memory: the
-    # products then round differently, in the stock model too.
+def test_recompute_is_bitwise_identical(model_type, implementation, mode):
+    model = make_model(model_type, implementation)
+    # Gradient checkpointing disables the cache. Keys that pass through a cache have another memory layout, so products
+    # round differently, in the upstream model too.
     kwargs = {"use_cache": mode == "selective"}
-    # Both in one process, the recomputing one first: nothing of it may reach the other.
-    found = step(with_mode(model, mode), **kwargs)
-    assert_identical(found, step(model, **kwargs))
-    assert found["loss"] != step(model.eval())["loss"], "no dropout in training"
+    # Both run in the same process, the recomputing model first: it must not affect the other one.
+    result = run_step(copy_with_recompute(model, mode), **kwargs)
+    assert_identical(result, run_step(model, **kwargs))
+    assert result["loss"] != run_step(model.eval())["loss"], "no dropout in training"
 
 
-def test_a_mask_with_a_gradient():
+def test_mask_with_gradient():
     config = T5Config(
         vocab_size=64, d_model=32, d_kv=8, d_ff=48, num_layers=LAYERS, num_heads=4, decoder_start_token_id=0
     )
     torch.manual_seed(0)
     model = T5ForConditionalGeneration._from_config(config, attn_implementation="eager").train()
-    found = step(with_mode(model, "selective"))
-    assert any("relative_attention_bias" in name for name in found)
-    assert_identical(found, step(model))
+    result = run_step(copy_with_recompute(model, "selective"))
+    assert any("relative_attention_bias" in name for name in result)
+    assert_identical(result, run_step(model))
 
 
 @pytest.fixture
 def counted():
-    """The calls of a registered implementation by the layer's index."""
+    """Layer indices of the calls of a registered attention implementation."""
     calls = []
 
-    def counting(module, *args, **kwargs):
+    def count_call(module, *args, **kwargs):
         calls.append(module.layer_idx)
         return sdpa_attention_forward(module, *args, **kwargs)
 
-    AttentionInterface.register("counting", counting)
+    AttentionInterface.register("counting", count_call)
     AttentionMaskInterface.register("counting", sdpa_mask)
     yield calls
     del AttentionInterface._global_mapping["counting"], AttentionMaskInterface._global_mapping["counting"]
 
 
-def test_any_registered_implementation_and_only_in_training(counted):
-    model = make("llama", "counting")
-    recomputing = with_mode(model, "selective")
-    assert_identical(step(recomputing), step(model))
+def test_registered_attention_recomputes_in_training(counted):
+    model = make_model("llama", "counting")
+    recomputing = copy_with_recompute(model, "selective")
+    assert_identical(run_step(recomputing), run_step(model))
     forward, backward = [0, 1], [1, 0]
     assert counted == forward + backward + forward
     counted.clear()
-    step(copy.deepcopy(recomputing))
+    run_step(copy.deepcopy(recomputing))
     assert counted == forward + backward, "a copy recomputes too"
     counted.clear()
-    step(recomputing.eval())
+    run_step(recomputing.eval())
     assert counted == forward
 
 
 @pytest.mark.parametrize("implementation", KERNELS)
 def test_evaluation_and_generation(implementation):
-    model = make("llama", implementation)
-    recomputing = with_mode(model, "selective").eval()
+    model = make_model("llama", implementation)
+    recomputing = copy_with_recompute(model, "selective").eval()
     model.eval()
     with torch.no_grad():
-        assert torch.equal(recomputing(**batch()).logits, model(**batch()).logits)
-    prompt = {"input_ids": batch()["input_ids"], "max_new_tokens": 5, "pad_token_id": 0}
+        assert torch.equal(recomputing(**make_batch()).logits, model(**make_batch()).logits)
+    prompt = {"input_ids": make_batch()["input_ids"], "max_new_tokens": 5, "pad_token_id": 0}
     for use_cache in (True, False):
-        found, expected = (one.generate(**prompt, use_cache=use_cache) for one in (recomputing, model))
-        assert torch.equal(found, expected)
-    # A cache that a training forward fills is filled once.
-    assert recomputing.train()(**batch(), use_cache=True).past_key_values.get_seq_length() == LENGTH
+        tokens, expected = (one.generate(**prompt, use_cache=use_cache) for one in (recomputing, model))
+        assert torch.equal(tokens, expected)
+    # A training forward fills its cache once.
+    assert recomputing.train()(**make_batch(), use_cache=True).past_key_values.get_seq_length() == LENGTH
 
 
-class Kept:
-    """The storages that autograd keeps, each once; they are held so that none is used twice."""
+class SavedStorages:
+    """Storages that autograd saves, each counted once.
+
+    They are held, so that no freed address is reused and counted as the same storage.
+    """
 
     def __init__(self):
         self.storages = {}
@@ -187,21 +194,21 @@ class Kept:
         return sum(storage.nbytes() for storage in self.storages.values())
 
 
-def bytes_kept(model):
-    kept = Kept()
+def measure_saved_bytes(model):
+    saved = SavedStorages()
     set_seed(3)
-    with kept.hooks():
-        loss = model(**batch()).loss
+    with saved.hooks():
+        loss = model(**make_batch()).loss
     loss.backward()
-    return kept.bytes
+    return saved.bytes
 
 
-def bytes_of_cores(model, monkeypatch):
-    """What autograd keeps inside the attention cores, less their inputs and outputs."""
-    inside, around = Kept(), Kept()
+def measure_core_bytes(model, monkeypatch):
+    """Returns the bytes saved inside the attention cores, minus their inputs and outputs."""
+    inside, around = SavedStorages(), SavedStorages()
     get_interface = AttentionInterface.get_interface
 
-    def measured(self, *args):
+    def measure_core(self, *args):
         core = get_interface(self, *args)
 
         def run(module, *tensors, **kwargs):
@@ -215,39 +222,41 @@ def bytes_of_cores(model, monkeypatch):
         return run
 
     with monkeypatch.context() as patch:
-        patch.setattr(AttentionInterface, "get_interface", measured)
+        patch.setattr(AttentionInterface, "get_interface", measure_core)
         set_seed(3)
-        model(**batch())
+        model(**make_batch())
     return inside.bytes - around.bytes
 
 
 @pytest.mark.parametrize(("model_type", "implementation"), CASES)
-def test_bytes_kept(model_type, implementation, monkeypatch):
-    model = make(model_type, implementation)
-    stock, selective, full = (bytes_kept(with_mode(model, mode)) for mode in (None, "selective", "full"))
-    share = bytes_of_cores(model, monkeypatch)
-    assert share > 0
-    assert stock - selective >= share
+def test_saved_bytes(model_type, implementation, monkeypatch):
+    model = make_model(model_type, implementation)
+    stock, selective, full = (
+        measure_saved_bytes(copy_with_recompute(model, mode)) for mode in (None, "selective", "full")
+    )
+    core_bytes = measure_core_bytes(model, monkeypatch)
+    assert core_bytes > 0
+    assert stock - selective >= core_bytes
     assert full < selective
 
 
-def test_bytes_kept_grow_with_the_sequence_not_its_square():
-    def per_square(mode):
-        # Second difference in the sequence length: what is left is the coefficient of its square.
-        def kept(length):
-            model = with_mode(make("llama", attention_dropout=0.0), mode)
-            total = Kept()
-            ids = batch()["input_ids"][:, :1].expand(-1, length)
+def test_saved_bytes_are_linear_in_sequence_length():
+    def second_difference(mode):
+        # The second difference over the sequence length isolates the quadratic term.
+        def measure_bytes(length):
+            model = copy_with_recompute(make_model("llama", attention_dropout=0.0), mode)
+            total = SavedStorages()
+            ids = make_batch()["input_ids"][:, :1].expand(-1, length)
             with total.hooks():
                 model(input_ids=ids, labels=ids)
             return total.bytes
 
-        return kept(96) - 2 * kept(64) + kept(32)
+        return measure_bytes(96) - 2 * measure_bytes(64) + measure_bytes(32)
 
     scores = 2 * 32 * 32 * 2 * 4  # second difference of batch x length^2, in fp32
     heads = MODELS["llama"]["num_attention_heads"]
-    assert per_square(None) == scores * heads * LAYERS, "the softmax of every layer"
-    assert per_square("selective") == scores, "the mask, one for all layers"
+    assert second_difference(None) == scores * heads * LAYERS, "the softmax of every layer"
+    assert second_difference("selective") == scores, "the mask, one for all layers"
 
 
 COLLECTIVES = [
@@ -262,10 +271,10 @@ COLLECTIVES = [
 
 
 def count_collectives(run):
-    """What `run` returns, and how often each collective was called."""
+    """Returns the result of `run` and the number of calls of each collective."""
     counts, originals = {}, {name: vars(dist)[name] for name in COLLECTIVES if name in vars(dist)}
 
-    def counting(name, original):
+    def count_calls(name, original):
         def call(*args, **kwargs):
             counts[name] = counts.get(name, 0) + 1
             return original(*args, **kwargs)
@@ -273,7 +282,7 @@ def count_collectives(run):
         return call
 
     for name, original in originals.items():
-        setattr(dist, name, counting(name, original))
+        setattr(dist, name, count_calls(name, original))
     try:
         return run(), counts
     finally:
@@ -289,11 +298,11 @@ def test_tensor_parallel(stories, config, implementation):
             stories, megatron_config=config, attn_implementation=implementation, attention_dropout=0.2
         ).train()
         apply_recompute(model, mode)
-        return count_collectives(lambda: step(model, use_cache=False))
+        return count_collectives(lambda: run_step(model, use_cache=False))
 
     def compare():
-        (expected, stock), (found, selective), (layers, full) = (on_rank(m) for m in (None, "selective", "full"))
-        assert_identical(found, expected)
+        (expected, stock), (result, selective), (layers, full) = (on_rank(m) for m in (None, "selective", "full"))
+        assert_identical(result, expected)
         assert_identical(layers, expected)
         assert sum(stock.values()) > 5
         assert selective == stock, "no collective may run twice"
@@ -302,62 +311,62 @@ def test_tensor_parallel(stories, config, implementation):
     run_ranks(compare, 2)
 
 
-def test_the_table_of_the_docs(stories):
+def test_docs_memory_table(stories):
     layouts = [(name, config, kernel) for name, config in (("tp2", TP2), ("tp2 + sp", SP2)) for kernel in KERNELS]
     ids = torch.randint(3, 64, (2, 128))
 
-    def kept(config, implementation, mode):
+    def measure_bytes(config, implementation, mode):
         model = AutoModelForCausalLM.from_pretrained(
             stories, megatron_config=config, attn_implementation=implementation
         ).train()
         apply_recompute(model, mode)
-        total = Kept()
+        total = SavedStorages()
         with total.hooks():
             model(input_ids=ids, labels=ids, attention_mask=torch.ones_like(ids), use_cache=False)
         return total.bytes
 
     def on_rank():
         return {
-            f"{name}, {kernel}": [kept(config, kernel, mode) for mode in (None, "selective", "full")]
+            f"{name}, {kernel}": [measure_bytes(config, kernel, mode) for mode in (None, "selective", "full")]
             for name, config, kernel in layouts
         }
 
     lines = (Path(__file__).parents[4] / "docs" / "memory.md").read_text(encoding="utf-8").splitlines()
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("| tp2")]
     table = {name: [int(cell.replace(",", "")) for cell in cells] for name, *cells in rows}
-    for found in run_ranks(on_rank, 2):
-        assert found.keys() == table.keys()
-        for name, numbers in found.items():
-            # What a kernel keeps beside its map differs a little between releases of torch.
-            # The hook that splits the sequence is called with all of it.
+    for results in run_ranks(on_rank, 2):
+        assert results.keys() == table.keys()
+        for name, sizes in results.items():
+            # Kernels save slightly different extra bytes in different torch releases.
+            # The hook that splits the sequence is called with the full sequence.
             gathered_bytes = 128 * 64 * 4 if _RECOMPUTES_HOOKS and "sp" in name else 0
             expected = [*table[name][:2], table[name][2] + gathered_bytes]
-            assert numbers == pytest.approx(expected, rel=0.02), name
+            assert sizes == pytest.approx(expected, rel=0.02), name
 
 
-def test_with_gradient_checkpointing_on_top():
-    model = make("llama")
-    recomputing = with_mode(model, "selective")
+def test_gradient_checkpointing_on_top():
+    model = make_model("llama")
+    recomputing = copy_with_recompute(model, "selective")
     recomputing.gradient_checkpointing_enable()
-    assert_identical(step(recomputing), step(model))
+    assert_identical(run_step(recomputing), run_step(model))
     recomputing.gradient_checkpointing_enable({"use_reentrant": True})
     recomputing.zero_grad()
     recomputing.enable_input_require_grads()
-    assert_identical(step(recomputing), step(with_mode(model, None)))
+    assert_identical(run_step(recomputing), run_step(copy_with_recompute(model, None)))
 
 
 def test_compiled_layers():
-    model = make("llama", attention_dropout=0.0)
-    recomputing = with_mode(model, "selective")
+    model = make_model("llama", attention_dropout=0.0)
+    recomputing = copy_with_recompute(model, "selective")
     for layer in recomputing.model.layers:
         layer.compile(backend="aot_eager", fullgraph=True)
-    found, expected = step(recomputing), step(model)
+    result, expected = run_step(recomputing), run_step(model)
     for name, tensor in expected.items():
-        torch.testing.assert_close(found[name], tensor, rtol=1e-5, atol=1e-7)
+        torch.testing.assert_close(result[name], tensor, rtol=1e-5, atol=1e-7)
 
 
 def test_modes_and_training_state():
-    model = make("llama").eval()
+    model = make_model("llama").eval()
     apply_recompute(model, "full")
     apply_recompute(model, "selective")
     apply_recompute(model, "selective")
@@ -370,21 +379,21 @@ def test_modes_and_training_state():
     ("model_type", "message"),
     [("bloom", "BloomAttention"), ("falcon", "FalconAttention"), ("gptj", "GPTJAttention"), ("mamba", "no attention")],
 )
-def test_attention_out_of_reach_is_refused(model_type, message):
+def test_unsupported_attention_is_rejected(model_type, message):
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[model_type](num_hidden_layers=1, vocab_size=8))
     with pytest.raises(UnsupportedError, match=f"{type(model).__name__}.*{message}"):
         apply_recompute(model, "selective")
 
 
-def test_a_forward_that_goes_past_the_interface_is_refused():
-    model = with_mode(make("gpt2", reorder_and_upcast_attn=True), "selective")
+def test_forward_bypassing_interface_is_rejected():
+    model = copy_with_recompute(make_model("gpt2", reorder_and_upcast_attn=True), "selective")
     with pytest.raises(UnsupportedError, match="transformer.h.0.attn.*GPT2Attention"):
-        model(**batch())
-    model.eval()(**batch())
+        model(**make_batch())
+    model.eval()(**make_batch())
 
 
-def test_a_class_without_gradient_checkpointing_is_refused():
+def test_model_without_checkpointing_is_rejected():
     model = OpenAIGPTLMHeadModel(OpenAIGPTConfig(vocab_size=8, n_embd=8, n_layer=1, n_head=2))
     with pytest.raises(UnsupportedError, match="OpenAIGPTLMHeadModel"):
         apply_recompute(model, "full")

@@ -1,4 +1,4 @@
-"""Activations of a split sequence in fewer bytes: the same numbers bit by bit, and edits in place are still seen."""
+"""Tests of packed activations with sequence parallelism: bitwise identical results, in-place edits still detected."""
 
 import copy
 import functools
@@ -43,7 +43,7 @@ FAMILIES = ["llama", "gpt2", "opt", "gemma2", "qwen3", "olmo2", "mixtral", "t5"]
 TASKS = {"t5": "seq2seq"}
 
 
-def saved(path, **changes):
+def save_model(path, **changes):
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(LlamaConfig(**SIZES | changes)).save_pretrained(path)
     return path
@@ -51,12 +51,12 @@ def saved(path, **changes):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    return saved(tmp_path_factory.mktemp("llama"))
+    return save_model(tmp_path_factory.mktemp("llama"))
 
 
 @pytest.fixture(scope="module")
 def longer(tmp_path_factory):
-    return saved(tmp_path_factory.mktemp("longer"), num_hidden_layers=LAYERS + 2)
+    return save_model(tmp_path_factory.mktemp("longer"), num_hidden_layers=LAYERS + 2)
 
 
 def load(folder, packs, *, tp_size=2, **fields):
@@ -65,18 +65,18 @@ def load(folder, packs, *, tp_size=2, **fields):
     return AutoModelForCausalLM.from_pretrained(folder, megatron_config=layout, **options).train()
 
 
-def ids(length=13, rows=2):
+def make_ids(length=13, rows=2):
     return torch.randint(0, 64, (rows, length), generator=torch.Generator().manual_seed(0))
 
 
-def padded(length, rows=2):
+def make_mask(length, rows=2):
     mask = torch.ones(rows, length, dtype=torch.long)
     mask[0, :3] = 0
     return mask
 
 
-def read_loss(model, **kwargs):
-    return model(input_ids=ids(), labels=ids(), **kwargs).loss
+def compute_loss(model, **kwargs):
+    return model(input_ids=make_ids(), labels=make_ids(), **kwargs).loss
 
 
 def gradients(model):
@@ -91,23 +91,27 @@ def assert_identical(found, expected):
         assert torch.equal(found[name], tensor), name
 
 
-class Remade:
-    """Counts the tensors that were kept in another form, and how often one was made again."""
+class RepackCounter:
+    """Counts the tensors that are saved in packed form (`kept`) and how often one is unpacked (`made`)."""
 
     def __init__(self):
         self.kept = self.made = 0
 
     def __enter__(self):
-        counts, kept, made = self, saved_tensor_hooks.Remade.__init__, saved_tensor_hooks.Remade.unpack
-        self.originals = kept, made
+        counts, original_init, original_unpack = (
+            self,
+            saved_tensor_hooks.Remade.__init__,
+            saved_tensor_hooks.Remade.unpack,
+        )
+        self.originals = original_init, original_unpack
 
         def init(one, *args):
             counts.kept += 1
-            kept(one, *args)
+            original_init(one, *args)
 
         def unpack(one):
             counts.made += 1
-            return made(one)
+            return original_unpack(one)
 
         saved_tensor_hooks.Remade.__init__, saved_tensor_hooks.Remade.unpack = init, unpack
         return self
@@ -116,8 +120,8 @@ class Remade:
         saved_tensor_hooks.Remade.__init__, saved_tensor_hooks.Remade.unpack = self.originals
 
 
-class Alive(TorchDispatchMode):
-    """The bytes of storages that were made inside and still exist; views of parameters are none."""
+class LiveBytes(TorchDispatchMode):
+    """Bytes of storages that are created inside the context and still exist; views of parameters do not count."""
 
     def __init__(self, model):
         super().__init__()
@@ -126,37 +130,37 @@ class Alive(TorchDispatchMode):
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         if DTensor in types:
             return NotImplemented
-        found = function(*args, **(kwargs or {}))
-        for tensor in found if isinstance(found, tuple | list) else (found,):
+        outputs = function(*args, **(kwargs or {}))
+        for tensor in outputs if isinstance(outputs, tuple | list) else (outputs,):
             if isinstance(tensor, torch.Tensor) and storage_key(tensor) not in self.seen:
                 storage = tensor.untyped_storage()
-                # The reference also keeps the number from being used again.
+                # The weak reference also keeps the storage key from being reused.
                 self.seen[storage_key(tensor)] = StorageWeakRef(storage), storage.nbytes()
-        return found
+        return outputs
 
     @property
     def bytes(self):
         gc.collect()
-        # gloo's threads let go of what they sent a little after those that wait for it.
+        # gloo's threads release sent tensors shortly after the wait for them returns.
         time.sleep(0.1)
         return sum(size for reference, size in filter(None, self.seen.values()) if not reference.expired())
 
 
 @pytest.mark.parametrize("model_type", FAMILIES)
-def test_numbers_are_those_without(model_type):
+def test_packed_activations_match_plain(model_type):
     tiny_model = make_tiny_model(CONFIG_MAPPING[model_type](), task=TASKS.get(model_type, "causal"), microbatches=2)
 
     def on_rank():
-        found = {}
+        results = {}
         for packs in BOTH:
             layout = ConfigUnderTest(tp_size=2, sequence_parallel=True, shard_saved_activations=packs)
-            with Remade() as count:
-                found[packs] = measure(tiny_model.load(megatron_config=layout), tiny_model.batches)
+            with RepackCounter() as count:
+                results[packs] = measure(tiny_model.load(megatron_config=layout), tiny_model.batches)
             assert bool(count.made) == packs
-        return found
+        return results
 
-    for found in run_ranks(on_rank, 2):
-        packed, plain = found[True], found[False]
+    for results in run_ranks(on_rank, 2):
+        packed, plain = results[True], results[False]
         assert (packed.loss, packed.eval_loss, packed.norm) == (plain.loss, plain.eval_loss, plain.norm)
         assert_identical(
             *({name: value for name, value in one.gradients.items() if value is not None} for one in (packed, plain))
@@ -165,14 +169,14 @@ def test_numbers_are_those_without(model_type):
             assert_identical(packed.weights[name], weights)
 
 
-def test_a_wrong_shard_is_noticed(folder, monkeypatch):
+def test_wrong_shard_is_detected(folder, monkeypatch):
     gather = gathered_input.all_gather
 
     def on_rank():
         expected = load(folder, False)
-        read_loss(expected).backward()
+        compute_loss(expected).backward()
         model = load(folder, True)
-        loss = read_loss(model)
+        loss = compute_loss(model)
         monkeypatch.setattr(gathered_input, "all_gather", lambda *args: gather(*args).roll(1, 1))
         loss.backward()
         with pytest.raises(AssertionError):
@@ -184,22 +188,24 @@ def test_a_wrong_shard_is_noticed(folder, monkeypatch):
 ROWS, LENGTH = 2, 48
 
 
-def bytes_of_a_layer(folder, longer, packs, tp_size):
-    """What a forward keeps for one more layer."""
-    shorter, more = (bytes_kept(load(path, packs, tp_size=tp_size, dtype=torch.bfloat16)) for path in (folder, longer))
+def measure_layer_bytes(folder, longer, packs, tp_size):
+    """Returns the bytes that a forward saves per additional layer."""
+    shorter, more = (
+        measure_saved_bytes(load(path, packs, tp_size=tp_size, dtype=torch.bfloat16)) for path in (folder, longer)
+    )
     return (more - shorter) / 2
 
 
-def bytes_kept(model, make=lambda model: model(input_ids=ids(LENGTH, ROWS)).logits):
-    with Alive(model) as alive:
+def measure_saved_bytes(model, make=lambda model: model(input_ids=make_ids(LENGTH, ROWS)).logits):
+    with LiveBytes(model) as alive:
         output = make(model)
     total = alive.bytes
     del output
     return total
 
 
-def by_cause(tp_size, tokens=ROWS * LENGTH, sizes=SIZES):
-    """Bytes of one layer that are kept, 2 for each entry."""
+def estimate_layer_bytes(tp_size, tokens=ROWS * LENGTH, sizes=SIZES):
+    """Returns the estimated saved bytes of one layer by cause, 2 bytes per entry unless fp32 is named."""
     h, f, head_dim = sizes["hidden_size"], sizes["intermediate_size"], sizes["head_dim"]
     heads, pairs = sizes["num_attention_heads"], sizes["num_key_value_heads"]
     return {
@@ -214,31 +220,31 @@ def by_cause(tp_size, tokens=ROWS * LENGTH, sizes=SIZES):
 
 
 @pytest.mark.parametrize("tp_size", [2, 4])
-def test_bytes_by_cause(folder, longer, tp_size, monkeypatch):
-    expected = by_cause(tp_size)
+def test_layer_bytes_match_estimate(folder, longer, tp_size, monkeypatch):
+    expected = estimate_layer_bytes(tp_size)
 
     def on_rank():
-        found = {packs: bytes_of_a_layer(folder, longer, packs, tp_size) for packs in BOTH}
+        layer_bytes = {packs: measure_layer_bytes(folder, longer, packs, tp_size) for packs in BOTH}
         with monkeypatch.context() as patch:
             patch.setattr("hf_megatron.tensor_parallel.region.may_pack", lambda: False)
-            return found | {"fault": bytes_of_a_layer(folder, longer, True, tp_size)}
+            return layer_bytes | {"fault": measure_layer_bytes(folder, longer, True, tp_size)}
 
-    for found in run_ranks(on_rank, tp_size):
-        assert found[True] == sum(expected.values())
-        assert found["fault"] == found[False] > 1.3 * found[True]
+    for layer_bytes in run_ranks(on_rank, tp_size):
+        assert layer_bytes[True] == sum(expected.values())
+        assert layer_bytes["fault"] == layer_bytes[False] > 1.3 * layer_bytes[True]
 
 
 @pytest.mark.parametrize("autocast", BOTH)
-def test_heads_that_a_mask_repeats_are_kept_once(folder, autocast):
+def test_repeated_heads_are_saved_once(folder, autocast):
     def forward(model):
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-            return model(input_ids=ids(LENGTH, ROWS), attention_mask=padded(LENGTH)).logits
+            return model(input_ids=make_ids(LENGTH, ROWS), attention_mask=make_mask(LENGTH)).logits
 
     def on_rank():
-        with_mask = {packs: bytes_kept(load(folder, packs), forward) for packs in BOTH}
+        with_mask = {packs: measure_saved_bytes(load(folder, packs), forward) for packs in BOTH}
         monkeypatch = pytest.MonkeyPatch()
         monkeypatch.setattr("hf_megatron.tensor_parallel.region.keep_heads_once", lambda x: None)
-        repeated = bytes_kept(load(folder, True), forward)
+        repeated = measure_saved_bytes(load(folder, True), forward)
         monkeypatch.undo()
         return with_mask, repeated
 
@@ -249,41 +255,41 @@ def test_heads_that_a_mask_repeats_are_kept_once(folder, autocast):
         assert repeated < with_mask[False]
 
 
-def test_numbers_with_a_mask(folder):
+def test_attention_mask(folder):
     def run(model):
-        loss = read_loss(model, attention_mask=padded(13))
+        loss = compute_loss(model, attention_mask=make_mask(13))
         loss.backward(retain_graph=True)
         loss.backward()
         return gradients(model)
 
-    on_both(folder, run)
+    assert_packed_matches_plain(folder, run)
 
 
-def test_the_figure_of_the_docs():
+def test_docs_figure():
     sizes = {"hidden_size": 16384, "intermediate_size": 53248, "head_dim": 128}
     sizes |= {"num_attention_heads": 128, "num_key_value_heads": 8}
-    figure = f"{sum(by_cause(8, 8192, sizes).values()) / 2**30:.2f}"
+    figure = f"{sum(estimate_layer_bytes(8, 8192, sizes).values()) / 2**30:.2f}"
     assert figure == ("0.52" if nodes_can_pack() else "0.72")
     assert (f"these are {figure} GiB" if nodes_can_pack() else f"before, it is {figure}") in (
         Path(__file__).parents[4] / "docs" / "sequence_parallel.md"
     ).read_text()
 
 
-def test_one_gather_more_for_each_block(folder):
+def test_one_extra_gather_per_block(folder):
     def on_rank():
         counts = {}
         for packs in BOTH:
             for recompute in (None, "selective", "full"):
                 model = load(folder, packs, recompute=recompute)
-                loss, forward = count_collectives(lambda model=model: read_loss(model))
+                loss, forward = count_collectives(lambda model=model: compute_loss(model))
                 _, backward = count_collectives(loss.backward)
                 counts[packs, recompute] = gradients(model), forward, backward
         return counts
 
     for counts in run_ranks(on_rank, 2):
         expected, forward, backward = counts[False, None]
-        for (packs, recompute), (found, sent, returned) in counts.items():
-            assert_identical(found, expected)
+        for (packs, recompute), (grads, sent, returned) in counts.items():
+            assert_identical(grads, expected)
             assert sent == forward
             if recompute != "full":
                 more = {name: count - backward[name] for name, count in returned.items() if count != backward[name]}
@@ -291,17 +297,17 @@ def test_one_gather_more_for_each_block(folder):
         assert counts[True, "full"][2] == counts[False, "full"][2], "checkpointing has the first word"
 
 
-def on_both(folder, run, ranks=2, **fields):
-    """Asserts that `run(model)` returns the same with packed and with plain activations."""
+def assert_packed_matches_plain(folder, run, ranks=2, **fields):
+    """Asserts that `run(model)` returns identical tensors with packed and with plain activations."""
 
     def on_rank():
-        found = []
+        results = []
         for packs in BOTH:
             model = load(folder, packs, **fields)
-            with Remade() as count:
-                found.append(run(model))
+            with RepackCounter() as count:
+                results.append(run(model))
             assert bool(count.made) == packs
-        return found
+        return results
 
     for packed, plain in run_ranks(on_rank, ranks):
         assert_identical(packed, plain)
@@ -310,7 +316,7 @@ def on_both(folder, run, ranks=2, **fields):
 
 def test_retained_graphs(folder):
     def run(model):
-        loss = read_loss(model)
+        loss = compute_loss(model)
         loss.backward(retain_graph=True)
         first = gradients(model)
         loss.backward()
@@ -320,34 +326,36 @@ def test_retained_graphs(folder):
             loss.backward()
         return second
 
-    on_both(folder, run)
+    assert_packed_matches_plain(folder, run)
 
 
-def test_gradients_of_some(folder):
-    """What a backward for some weights has gathered is let go when another block gathers, and with the graph."""
-    gathered_bytes = 4 * ids().numel() * SIZES["hidden_size"]
+def test_partial_backward_frees_gathered_input(folder):
+    """An input gathered by a partial backward is freed when another block gathers, and with the graph."""
+    gathered_bytes = 4 * make_ids().numel() * SIZES["hidden_size"]
 
     def run(model):
         weights = dict(local_named_parameters(model))
-        found, stay = {}, []
-        with Alive(model) as alive:
-            loss = read_loss(model)
+        grads, extra_bytes = {}, []
+        with LiveBytes(model) as alive:
+            loss = compute_loss(model)
             before = alive.bytes
             for layer in (1, 0):
                 name = f"model.layers.{layer}.self_attn.k_proj.weight"
                 (gradient,) = torch.autograd.grad(loss, [weights[name]], retain_graph=True)
-                found[name] = local_tensor(gradient).clone()
+                grads[name] = local_tensor(gradient).clone()
                 del gradient
-                stay.append(alive.bytes - before - sum(tensor.nbytes for tensor in found.values()))
+                extra_bytes.append(alive.bytes - before - sum(tensor.nbytes for tensor in grads.values()))
             loss.backward()
             loss.detach_()
             after = alive.bytes
-        return found | gradients(model), stay, after
+        return grads | gradients(model), extra_bytes, after
 
     def on_rank():
-        (packed, stay, after), (plain, stay_plain, after_plain) = (run(load(folder, packs)) for packs in BOTH)
+        (packed, extra_bytes, after), (plain, extra_bytes_plain, after_plain) = (
+            run(load(folder, packs)) for packs in BOTH
+        )
         assert_identical(packed, plain)
-        first, second = (one - other for one, other in zip(stay, stay_plain, strict=True))
+        first, second = (one - other for one, other in zip(extra_bytes, extra_bytes_plain, strict=True))
         assert first == gathered_bytes >= second, "one gathered input at a time"
         assert after == after_plain
 
@@ -358,20 +366,20 @@ def test_gradients_of_some(folder):
 def test_autocast(folder, dtype):
     def run(model):
         with torch.autocast("cpu", dtype):
-            loss = read_loss(model)
+            loss = compute_loss(model)
         loss.backward()
         return gradients(model) | {"loss": loss.detach()}
 
-    on_both(folder, run)
+    assert_packed_matches_plain(folder, run)
 
 
 def test_bytes_under_autocast(folder):
     def forward(model):
         with torch.autocast("cpu", torch.bfloat16):
-            return model(input_ids=ids(LENGTH, ROWS)).logits
+            return model(input_ids=make_ids(LENGTH, ROWS)).logits
 
     def on_rank():
-        return [bytes_kept(load(folder, packs), forward) for packs in BOTH]
+        return [measure_saved_bytes(load(folder, packs), forward) for packs in BOTH]
 
     for packed, plain in run_ranks(on_rank, 2):
         gathered_bytes = 2 * ROWS * LENGTH * SIZES["hidden_size"]
@@ -379,7 +387,7 @@ def test_bytes_under_autocast(folder):
         assert plain - packed > LAYERS * 4 * gathered_bytes
 
 
-# Which tensor a loop gets hold of: module, and whether it is its input or its output.
+# Tensors that a loop edits: the module, and its input, its output or the name of its parameter.
 EDITS = {
     "norm's input": ("input_layernorm", "input"),
     "shard": ("input_layernorm", "output"),
@@ -394,8 +402,8 @@ EDITS = {
 }
 
 
-def catch(module, place, act):
-    """Has `act` called with a tensor as it passes by."""
+def hook_tensor(module, place, act):
+    """Registers a hook that calls `act` with the module's input, output or parameter `place`."""
     if place == "input":
         module.register_forward_pre_hook(shard_safe(lambda module, args: act(args[0])))
     elif place == "output":
@@ -410,13 +418,15 @@ def add_one(tensor):
 
 
 @pytest.mark.parametrize("packs", BOTH)
-def test_edits_in_place_after_forward(folder, packs):
+def test_inplace_edits_after_forward(folder, packs):
     def on_rank():
         for what, (name, place) in EDITS.items():
             model = load(folder, packs)
             caught = []
-            catch(model.model.layers[0].get_submodule(name), place, lambda tensor, caught=caught: caught.append(tensor))
-            loss = read_loss(model)
+            hook_tensor(
+                model.model.layers[0].get_submodule(name), place, lambda tensor, caught=caught: caught.append(tensor)
+            )
+            loss = compute_loss(model)
             add_one(caught[0])
             if what == "shard" and not packs:
                 loss.backward()
@@ -430,13 +440,13 @@ def test_edits_in_place_after_forward(folder, packs):
 
 @pytest.mark.parametrize("packs", BOTH)
 @pytest.mark.parametrize("factor", ["gate_proj", "up_proj", "act_fn"])
-def test_edits_in_place_in_forward(folder, packs, factor):
+def test_inplace_edits_in_forward(folder, packs, factor):
     def on_rank():
         model = load(folder, packs)
         mlp, caught = model.model.layers[0].mlp, []
-        catch(mlp.get_submodule(factor), "output", caught.append)
-        catch(mlp.down_proj, "input", lambda tensor: add_one(caught[0]))
-        loss = read_loss(model)
+        hook_tensor(mlp.get_submodule(factor), "output", caught.append)
+        hook_tensor(mlp.down_proj, "input", lambda tensor: add_one(caught[0]))
+        loss = compute_loss(model)
         with pytest.raises(RuntimeError, match="modified (by an )?inplace"):
             loss.backward()
 
@@ -444,24 +454,24 @@ def test_edits_in_place_in_forward(folder, packs, factor):
 
 
 @pytest.mark.parametrize("packs", BOTH)
-def test_edits_of_the_gathered_input_between_its_readers(folder, packs):
+def test_inplace_edits_between_readers(folder, packs):
     def on_rank():
         model = load(folder, packs)
-        catch(model.model.layers[0].self_attn.k_proj, "input", add_one)
-        loss = read_loss(model)
+        hook_tensor(model.model.layers[0].self_attn.k_proj, "input", add_one)
+        loss = compute_loss(model)
         with pytest.raises(RuntimeError, match="modified (by an )?inplace"):
             loss.backward()
 
     run_ranks(on_rank, 2)
 
 
-def test_an_edit_in_place_before_anybody_saves(folder):
+def test_inplace_edit_before_saving(folder):
     def run(model):
-        catch(model.model.layers[0].self_attn.q_proj, "input", add_one)
-        read_loss(model).backward()
+        hook_tensor(model.model.layers[0].self_attn.q_proj, "input", add_one)
+        compute_loss(model).backward()
         return gradients(model)
 
-    on_both(folder, run)
+    assert_packed_matches_plain(folder, run)
 
 
 def freeze_all(model):
@@ -489,15 +499,15 @@ def freeze_first_layer(model):
 def test_frozen_weights(folder, freeze):
     def run(model):
         freeze(model)
-        embeds = model.get_input_embeddings()(ids()).detach()
+        embeds = model.get_input_embeddings()(make_ids()).detach()
         embeds.requires_grad_(freeze is not freeze_first_layer)
-        with Alive(model) as alive:
-            loss = model(inputs_embeds=embeds, labels=ids()).loss
-            kept = alive.bytes
+        with LiveBytes(model) as alive:
+            loss = model(inputs_embeds=embeds, labels=make_ids()).loss
+            saved_bytes = alive.bytes
         loss.backward()
-        of_embeds = {} if embeds.grad is None else {"embeds": embeds.grad}
-        found = {n: local_tensor(p.grad).clone() for n, p in local_named_parameters(model) if p.grad is not None}
-        return {"kept": kept, "gradients": of_embeds | found}
+        embeds_grad = {} if embeds.grad is None else {"embeds": embeds.grad}
+        grads = {n: local_tensor(p.grad).clone() for n, p in local_named_parameters(model) if p.grad is not None}
+        return {"kept": saved_bytes, "gradients": embeds_grad | grads}
 
     def on_rank():
         packed, plain = (run(load(folder, packs)) for packs in BOTH)
@@ -508,8 +518,8 @@ def test_frozen_weights(folder, freeze):
     run_ranks(on_rank, 2)
 
 
-def test_an_adapter(folder):
-    """A low-rank adapter beside a frozen linear reads the gathered input and keeps it as it likes."""
+def test_adapter_hook(folder):
+    """A low-rank adapter in a hook of a frozen linear reads the gathered input and may save it in any form."""
 
     def run(model):
         model.requires_grad_(False)
@@ -517,111 +527,113 @@ def test_an_adapter(folder):
         down = torch.randn(SIZES["hidden_size"], 2, generator=generator).requires_grad_()
         up = torch.randn(2, SIZES["hidden_size"], generator=generator).requires_grad_()
         q_proj.register_forward_hook(lambda module, args, output: output + args[0] @ down @ up)
-        read_loss(model).backward()
+        compute_loss(model).backward()
         return {"down": down.grad, "up": up.grad}
 
-    on_both(folder, run)
+    assert_packed_matches_plain(folder, run)
 
 
-def test_hooks_of_others_have_the_first_word(folder):
+def test_user_saved_tensor_hooks_take_precedence(folder):
     def on_rank():
-        found = []
+        all_shapes = []
         for packs in BOTH:
             model, shapes = load(folder, packs), []
             hooks = torch.autograd.graph.saved_tensors_hooks(
                 lambda t, shapes=shapes: shapes.append(t.shape) or t, tuple
             )
             with hooks:
-                read_loss(model)
-            found.append(shapes)
-        assert found[0] == found[1] != []
+                compute_loss(model)
+            all_shapes.append(shapes)
+        assert all_shapes[0] == all_shapes[1] != []
 
     run_ranks(on_rank, 2)
 
 
 @pytest.mark.parametrize("name", ["self_attn.q_proj", "mlp", "mlp.act_fn", "mlp.down_proj", "post_attention_layernorm"])
-def test_checkpoints_around_a_part_of_a_layer(folder, name):
+def test_checkpoint_inside_layer(folder, name):
     def run(model):
         for layer in model.model.layers:
             module = layer.get_submodule(name)
             module.forward = functools.partial(checkpoint, module.forward, use_reentrant=False)
-        read_loss(model).backward()
+        compute_loss(model).backward()
         return gradients(model)
 
-    on_both(folder, run)
+    assert_packed_matches_plain(folder, run)
 
 
-def test_nothing_is_packed_where_nothing_is_saved(folder):
+def test_nothing_is_packed_without_grad(folder):
     def on_rank():
         model = load(folder, True)
-        with Remade() as count:
+        with RepackCounter() as count:
             with torch.no_grad():
-                model(input_ids=ids())
-            model.eval().generate(ids(), max_new_tokens=3, pad_token_id=0)
+                model(input_ids=make_ids())
+            model.eval().generate(make_ids(), max_new_tokens=3, pad_token_id=0)
         assert not count.kept
-        read_loss(copy.deepcopy(model).train()).backward()
+        compute_loss(copy.deepcopy(model).train()).backward()
 
     run_ranks(on_rank, 2)
 
 
 def test_user_hooks_run_once(folder):
     def on_rank():
-        found = []
+        all_calls = []
         for packs in BOTH:
             model, calls = load(folder, packs), []
-            found.append(calls)
+            all_calls.append(calls)
             for name in ("input_layernorm", "mlp.act_fn", "mlp.up_proj", "self_attn"):
                 module = model.model.layers[0].get_submodule(name)
                 module.register_forward_hook(lambda *args, calls=calls, name=name: calls.append(name))
-            read_loss(model).backward()
-        assert found[0] == found[1] != []
+            compute_loss(model).backward()
+        assert all_calls[0] == all_calls[1] != []
 
     run_ranks(on_rank, 2)
 
 
-def trained(model):
-    """Losses and weights of two steps of two microbatches each."""
+def train_two_steps(model):
+    """Returns the losses of two steps of two microbatches each and the local weights after them."""
     optimizer = prepare_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
-    found = {}
+    losses = {}
     for step in range(2):
         for part in range(2):
-            loss = read_loss(model)
+            loss = compute_loss(model)
             loss.backward()
-            found[f"loss {step} {part}"] = loss.detach()
+            losses[f"loss {step} {part}"] = loss.detach()
         optimizer.step()
         optimizer.zero_grad()
-    return found | {name: local_tensor(parameter).detach().clone() for name, parameter in local_named_parameters(model)}
+    return losses | {
+        name: local_tensor(parameter).detach().clone() for name, parameter in local_named_parameters(model)
+    }
 
 
 @pytest.mark.parametrize("zero_stage", [1, 3])
 def test_data_parallel(folder, zero_stage):
-    on_both(folder, trained, ranks=4, zero_stage=zero_stage, dp_size=2)
+    assert_packed_matches_plain(folder, train_two_steps, ranks=4, zero_stage=zero_stage, dp_size=2)
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved_zero_bubble", "zbv"])
 def test_pipelines(longer, schedule):
     def run(model):
-        return {name: tensor for name, tensor in trained(model).items() if tensor.numel()}
+        return {name: tensor for name, tensor in train_two_steps(model).items() if tensor.numel()}
 
-    on_both(longer, run, ranks=4, pp_size=2, num_microbatches=2, pipeline_schedule=schedule)
+    assert_packed_matches_plain(longer, run, ranks=4, pp_size=2, num_microbatches=2, pipeline_schedule=schedule)
 
 
 def test_compiled_layers(folder):
     def on_rank():
         expected = load(folder, False)
-        read_loss(expected).backward()
+        compute_loss(expected).backward()
         model = load(folder, True)
         for layer in model.model.layers:
             layer.compile(backend="aot_eager", fullgraph=True)
-        read_loss(model).backward()
-        found = gradients(model)
+        compute_loss(model).backward()
+        grads = gradients(model)
         for name, tensor in gradients(expected).items():
-            torch.testing.assert_close(found[name], tensor, rtol=1e-5, atol=1e-7)
+            torch.testing.assert_close(grads[name], tensor, rtol=1e-5, atol=1e-7)
 
     run_ranks(on_rank, 2)
 
 
-def test_where_it_is_on():
+def test_packing_defaults():
     layout = MegatronConfig(tp_size=2, sequence_parallel=True)
     assert layout.packs_activations("nccl") and not layout.packs_activations("gloo")
     assert MegatronConfig(tp_size=2, sequence_parallel=True, shard_saved_activations=True).packs_activations("gloo")
