@@ -11,7 +11,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 
-def the_run(out, script, *arguments):
+def run_benchmark(out, script, *arguments):
     command = [sys.executable, f"benchmarks/{script}", "--models", "tiny", "--rounds", "1", "--out", str(out)]
     result = subprocess.run([*command, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
     assert result.returncode == 0, result.stderr[-3000:]
@@ -21,17 +21,17 @@ def the_run(out, script, *arguments):
 
 def test_train_step_with_megatron_core(tmp_path):
     variants = ["transformers_tp", "megatron_core", "plain_megatron", "hf_megatron", "hf_megatron_chunked"]
-    run = the_run(tmp_path / "result.json", "train_step.py", "--dtypes", "fp32", "--variants", *variants)
+    run = run_benchmark(tmp_path / "result.json", "train_step.py", "--dtypes", "fp32", "--variants", *variants)
     assert run["skipped"] == {}
     assert run["variants"].keys() == {"one_process_2_threads", *variants}
     losses = [entry["first_loss"] for entry in run["variants"].values()]
     assert max(losses) - min(losses) < 1e-5 * losses[0]
 
 
-def test_pipelines_by_hand_and_ours(tmp_path):
+def test_pipeline_against_torch(tmp_path):
     schedules = ["zbv"]
     options = ["--microbatches", "4", "--schedules", *schedules]
-    run = the_run(tmp_path / "result.json", "pipeline.py", *options)
+    run = run_benchmark(tmp_path / "result.json", "pipeline.py", *options)
     assert run["schedules"].keys() == set(schedules)
     for entry in run["schedules"].values():
         assert entry["variants"].keys() == {"one_process_2_threads", "torch", "hf_megatron"}
@@ -41,33 +41,33 @@ def test_pipelines_by_hand_and_ours(tmp_path):
         assert max(losses) - min(losses) < 1e-5 * losses[0]
 
 
-def report_of(out, script, *arguments):
+def run_and_read_report(out, script, *arguments):
     command = [sys.executable, f"benchmarks/{script}", "--rounds", "1", "--out", str(out), *arguments]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
     assert result.returncode == 0, result.stderr[-3000:]
     return json.loads(out.read_text())
 
 
-def test_rows_over_ranks(tmp_path):
+def test_context_parallel_benchmark(tmp_path):
     sizes = ["--lengths", "512", "--packed-length", "512", "--memory-length", "512"]
-    report = report_of(tmp_path / "result.json", "context_parallel.py", *sizes)
+    report = run_and_read_report(tmp_path / "result.json", "context_parallel.py", *sizes)
     losses = [row["loss"] for name, row in report["rows"].items() if "apart" not in name]
     assert len(losses) == 6 and max(losses) - min(losses) < 1e-4
     assert all(row["mib_sent_per_rank"][0] > 0 for name, row in report["rows"].items() if "p2p" in name)
 
 
-def test_experts_over_ranks(tmp_path):
+def test_expert_parallel_benchmark(tmp_path):
     sizes = ["--tokens", "1024", "--experts", "8", "--choices", "2", "--dtypes", "float32"]
-    report = report_of(tmp_path / "result.json", "expert_parallel.py", *sizes)
+    report = run_and_read_report(tmp_path / "result.json", "expert_parallel.py", *sizes)
     for rows in report["results"].values():
         losses = [row["loss"] for name, row in rows.items() if name.startswith(("tp2", "ep2", "one", "dp2"))]
         assert len(losses) == 6 and max(losses) - min(losses) < 1e-4
         assert 0 < rows["ep2 over dp2"]["share_without_waiting"] <= rows["ep2 over dp2"]["share_in_exchanges"]
 
 
-def test_post_training(tmp_path):
+def test_post_training_benchmark(tmp_path):
     sizes = ["--steps", "1", "--layers", "2", "--tokens", "512"]
-    report = report_of(tmp_path / "result.json", "post_training.py", *sizes)
+    report = run_and_read_report(tmp_path / "result.json", "post_training.py", *sizes)
     for name in ("DPO", "GRPO"):
         assert report["steps"][name].keys() == {"one process", "TRL with DDP", "tp2", "pp2", "dp2", "tp2, full logits"}
         assert all(entry["seconds"] > 0 for entry in report["steps"][name].values())
@@ -75,7 +75,7 @@ def test_post_training(tmp_path):
         assert report["loss"][kind]["hf_megatron"]["memory_beside_full_logits"] < 1
 
 
-def test_constants_of_the_planner(tmp_path):
+def test_planner_constants(tmp_path):
     out = tmp_path / "result.json"
     command = [sys.executable, "benchmarks/calibrate_planner.py", "--only-check", "--out", str(out)]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
@@ -85,7 +85,7 @@ def test_constants_of_the_planner(tmp_path):
 
 
 @pytest.mark.parametrize(("model", "devices"), [("meta-llama/Llama-3.1-8B", 8), ("mistralai/Mixtral-8x7B-v0.1", 64)])
-def test_the_page_of_layouts_has_what_is_found(model, devices, monkeypatch):
+def test_layouts_page_is_up_to_date(model, devices, monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     which_layout = importlib.import_module("which_layout")
     row = which_layout.format_row(which_layout.answer(which_layout.known_models()[model], devices))
@@ -94,11 +94,11 @@ def test_the_page_of_layouts_has_what_is_found(model, devices, monkeypatch):
     assert all(f"## {name}\n" in page for name in which_layout.known_models())
 
 
-def test_data_in_small(tmp_path):
+def test_data_benchmark(tmp_path):
     words = "--documents", "10000", "--blended", "1000", "--rounds", "1", "--out", str(tmp_path / "data.json")
     command = [sys.executable, "benchmarks/data.py", *words]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
     assert result.returncode == 0, result.stderr[-3000:]
-    found = json.loads((tmp_path / "data.json").read_text())["results"]
-    assert found["open_100_gb"]["bytes"] < 2**20
-    assert set(found["order"]) == {"documents", "numpy", "megatron", "ratio"}
+    results = json.loads((tmp_path / "data.json").read_text())["results"]
+    assert results["open_100_gb"]["bytes"] < 2**20
+    assert set(results["order"]) == {"documents", "numpy", "megatron", "ratio"}

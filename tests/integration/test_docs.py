@@ -17,23 +17,23 @@ DESIGN = ROOT / "docs" / "design"
 LONGEST_DESIGN_PAGE = 200
 
 
-def blocks(file):
+def extract_python_blocks(file):
     return re.findall(r"```python\n(.*?)```", file.read_text(encoding="utf-8"), re.DOTALL)
 
 
-@pytest.mark.parametrize("file", [file for file in FILES if blocks(file)], ids=lambda file: file.name)
+@pytest.mark.parametrize("file", [file for file in FILES if extract_python_blocks(file)], ids=lambda file: file.name)
 def test_python_blocks_run(file, stories, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
     def execute():
         names = {"path": str(stories), "input_ids": torch.arange(3, 19).view(2, 8)}
-        for block in blocks(file):
+        for block in extract_python_blocks(file):
             exec(compile(block, file.name, "exec"), names)
 
     run_ranks(execute, 2)
 
 
-def test_support_table_and_summary_are_generated(tmp_path):
+def test_support_table_and_summary_are_up_to_date(tmp_path):
     for page in (ROOT / "README.md", ROOT / "docs" / "supported_models.md"):
         copy = Path(shutil.copy(page, tmp_path))
         update_page(copy)
@@ -42,11 +42,11 @@ def test_support_table_and_summary_are_generated(tmp_path):
 
 
 @pytest.mark.parametrize("page", PARTS)
-def test_parts_are_generated(page):
-    assert render_page(page) == (ROOT / page).read_text(encoding="utf-8"), "run `python -m tests.generated_docs`"
+def test_generated_parts_are_up_to_date(page):
+    assert generated(page) == (ROOT / page).read_text(encoding="utf-8"), "run `python -m tests.generated_docs`"
 
 
-def test_targets_of_one_replacement_are_shortened():
+def test_shared_targets_are_shortened():
     assert shorten_targets(["a.b:C.f"]) == "`a.b:C.f`"
     assert shorten_targets(["a.b:C.f", "a.d:E.f"]) == "`a.*.f` for `b:C`, `d:E`"
     assert shorten_targets(["a.bc:f", "a.bd:f"]) == "`a.*:f` for `bc`, `bd`"
@@ -60,7 +60,7 @@ def test_design_pages_are_short_and_indexed():
         assert page.name == "README.md" or f"]({page.name})" in index, page.name
 
 
-def slugs(page):
+def make_heading_slugs(page):
     headings = re.findall(r"^#+ (.+)$", page.read_text(encoding="utf-8"), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
@@ -71,10 +71,10 @@ def test_links_resolve():
             page = file.parent / target if target else file
             assert target.startswith("http") or page.exists(), f"{file.name}: {target}"
             if anchor and page.suffix == ".md":
-                assert anchor in slugs(page), f"{file.name}: {target}#{anchor}"
+                assert anchor in make_heading_slugs(page), f"{file.name}: {target}#{anchor}"
 
 
-def test_nothing_names_a_machine_or_an_index_host():
+def test_no_file_has_local_paths_or_index_hosts():
     pattern = re.compile(r"(^|[\s\"'(=])/(work|root|home|farm)/|index-url https?://(?!download\.pytorch\.org)")
     for file in ROOT.rglob("*"):
         parts = file.relative_to(ROOT).parts

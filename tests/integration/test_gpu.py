@@ -99,40 +99,40 @@ OFFLOADED = {
 }
 
 
-def of(text):
+def make_config(text):
     text, _, schedule = text.partition(" ")
     [config] = parse_layouts(text)
     return ConfigUnderTest(**config.to_dict() | ({"pipeline_schedule": schedule} if schedule else {}))
 
 
 @functools.lru_cache(maxsize=1)
-def tiny_model_of(model_type):
+def get_tiny_model(model_type):
     task = TASKS.get(model_type, "causal")
     return make_tiny_model(CONFIG_MAPPING[model_type](), task=task, microbatches=2, min_layers=4, batch_size=5)
 
 
 @functools.cache
-def adapter_tiny_model(method):
-    return adapted(tiny_model_of("llama"), method)
+def get_adapter_tiny_model(method):
+    return adapted(get_tiny_model("llama"), method)
 
 
 @pytest.mark.parametrize(("model_type", "text"), CASES)
-def test_ranks_equal_one_process_on_a_cpu(model_type, text):
-    comparison = check_tiny_model(tiny_model_of(model_type), of(text), device="cuda")
+def test_gpu_ranks_match_single_process_on_cpu(model_type, text):
+    comparison = check_tiny_model(get_tiny_model(model_type), make_config(text), device="cuda")
     assert comparison.passed, comparison.report()
 
 
 @pytest.mark.parametrize("text", OFFLOADED)
-def test_recomputed_and_offloaded(text):
-    layout = ConfigUnderTest(**of(text).to_dict() | OFFLOADED[text])
-    comparison = check_tiny_model(tiny_model_of("llama"), layout, device="cuda")
+def test_recompute_and_offload(text):
+    layout = ConfigUnderTest(**make_config(text).to_dict() | OFFLOADED[text])
+    comparison = check_tiny_model(get_tiny_model("llama"), layout, device="cuda")
     assert comparison.passed, comparison.report()
 
 
 @pytest.mark.parametrize("text", ["tp2+sp", "pp2", "dp2+zero3", "cp2"])
 @pytest.mark.parametrize("method", ["lora", "dora"])
 def test_adapters(method, text):
-    comparison = check_tiny_model(adapter_tiny_model(method), of(text), device="cuda")
+    comparison = check_tiny_model(get_adapter_tiny_model(method), make_config(text), device="cuda")
     assert comparison.passed, comparison.report()
 
 
@@ -146,17 +146,17 @@ def test_checkpoints_resume_on_another_layout(stories, tmp_path, saved, loaded):
     first, second = test_resume.LAYOUTS[saved], test_resume.LAYOUTS[loaded]
     run_ranks(test_resume.train, test_resume.ranks_of(first), stories, tmp_path, first, stop=4, **options)
     ranks = test_resume.ranks_of(second)
-    found = run_ranks(test_resume.train, ranks, stories, tmp_path, second, resume=True, **options)[0]
-    for entry, other in zip(found[0][-2:], expected[-2:], strict=True):
+    result = run_ranks(test_resume.train, ranks, stories, tmp_path, second, resume=True, **options)[0]
+    for entry, other in zip(result[0][-2:], expected[-2:], strict=True):
         assert entry == pytest.approx(other, rel=1e-4)
     for name, weight in weights.items():
-        torch.testing.assert_close(found[1][name], weight.cpu(), rtol=0, atol=3e-4)
+        torch.testing.assert_close(result[1][name], weight.cpu(), rtol=0, atol=3e-4)
 
 
 @pytest.mark.parametrize("text", ["tp2", "pp2"])
 @pytest.mark.parametrize("model_type", ["llama", "t5"])
-def test_the_same_tokens_are_generated(model_type, text):
-    tiny_model = tiny_model_of(model_type)
+def test_generated_tokens_match_single_process(model_type, text):
+    tiny_model = get_tiny_model(model_type)
 
     def on_rank(**arguments):
         model = tiny_model.load(**arguments).eval()
@@ -164,38 +164,38 @@ def test_the_same_tokens_are_generated(model_type, text):
         return model.generate(ids, max_new_tokens=8, do_sample=False).cpu()
 
     [expected] = run_ranks(on_rank, 1)
-    for found in run_ranks(on_rank, 2, megatron_config=of(text), device="cuda"):
-        assert torch.equal(found, expected)
+    for tokens in run_ranks(on_rank, 2, megatron_config=make_config(text), device="cuda"):
+        assert torch.equal(tokens, expected)
 
 
-def test_a_recorded_step(tmp_path):
+def test_recorded_step(tmp_path):
     """Every computation of a step is recorded once, on a device that works behind the host's back."""
     layout = MegatronConfig(pp_size=2, num_microbatches=4)
     sizes = {"layers": 4, "batch_size": 4, "sequence_length": 16}
-    found = draw_timeline("llama", layout, tmp_path, device="cuda", echo=lambda line: None, **sizes)
-    for spans in found.spans:
+    timeline = draw_timeline("llama", layout, tmp_path, device="cuda", echo=lambda line: None, **sizes)
+    for spans in timeline.spans:
         kinds = [span.kind for span in spans if span.kind in ("F", "B", "I", "W")]
-        assert kinds.count("F") == 4 and 0 < bubble_share(found) < 1
+        assert kinds.count("F") == 4 and 0 < bubble_share(timeline) < 1
 
 
 @pytest.mark.parametrize("text", ["tp2", "tp2+sp", "cp2", "cp2+a2a", "pp2", "dp2+zero3"])
 @pytest.mark.parametrize("model_type", ["llama", "qwen3_moe"])
-def test_error_in_bf16(model_type, text):
+def test_bf16_error(model_type, text):
     """Attention over cp goes through flash kernels there."""
-    tiny_model = tiny_model_of(model_type)
+    tiny_model = get_tiny_model(model_type)
 
     def on_rank(**arguments):
         model = tiny_model.load(dtype=torch.bfloat16, **arguments)
         return measure(model if arguments else model.cuda(), tiny_model.batches, optimizers=())
 
-    [one] = run_ranks(on_rank, 1, device="cuda")
-    found = run_ranks(on_rank, 2, megatron_config=of(text), device="cuda")[0]
-    assert reference_error(found, tiny_model.reference) <= 1.5 * reference_error(one, tiny_model.reference)
+    [single] = run_ranks(on_rank, 1, device="cuda")
+    measurement = run_ranks(on_rank, 2, megatron_config=make_config(text), device="cuda")[0]
+    assert reference_error(measurement, tiny_model.reference) <= 1.5 * reference_error(single, tiny_model.reference)
 
 
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize(("heads", "width"), [(4, 64), (1, 128)])
-def test_flash_of_joined_blocks(causal, heads, width):
+def test_flash_varlen_blocks(causal, heads, width):
     """Blocks of unequal length in one call of the device's kernel, beside attention written out in fp64."""
     places = [0, 70, 100, 300]
 
@@ -205,20 +205,20 @@ def test_flash_of_joined_blocks(causal, heads, width):
         low = [tensor.bfloat16() for tensor in (q, k, v)]
         options = {"edges": (places, places), "causal": causal, "scale": 0.2}
         out, lse = flash_varlen_forward(*low, **options)
-        found = flash_varlen_backward(gradient.bfloat16(), *low, out, lse, **options)
+        gradients = flash_varlen_backward(gradient.bfloat16(), *low, out, lse, **options)
         precise = [tensor.double().requires_grad_() for tensor in low]
         outs, sums = [], []
         for start, stop in zip(places, places[1:], strict=False):
-            own, keys, values = (tensor[start:stop].transpose(0, 1) for tensor in precise)
+            queries, keys, values = (tensor[start:stop].transpose(0, 1) for tensor in precise)
             keys, values = (tensor.repeat_interleave(4 // heads, 0) for tensor in (keys, values))
-            scores = own @ keys.transpose(1, 2) * 0.2
+            scores = queries @ keys.transpose(1, 2) * 0.2
             if causal:
                 scores = scores.masked_fill(torch.ones_like(scores[0], dtype=torch.bool).triu(1), -torch.inf)
             outs.append((scores.softmax(-1) @ values).transpose(0, 1))
             sums.append(scores.logsumexp(-1).transpose(0, 1))
         expected = torch.cat(outs)
         expected.backward(gradient.bfloat16().double())
-        pairs = [(out, expected), (lse, torch.cat(sums)), *zip(found, [one.grad for one in precise], strict=True)]
+        pairs = [(out, expected), (lse, torch.cat(sums)), *zip(gradients, [one.grad for one in precise], strict=True)]
         return [((one.double() - other).norm() / other.norm()).item() for one, other in pairs]
 
     errors = run_ranks(on_rank, 1, device="cuda")[0]
@@ -250,9 +250,9 @@ def test_loss_equals_torch(dtype, chunk_size):
 
 
 @pytest.mark.parametrize("text", ["tp2", "pp2"])
-def test_numbers_per_token(text):
+def test_token_log_probs_and_divergences(text):
     """Log-probabilities and a divergence of two models, with their gradients, as one process on a CPU has them."""
-    tiny_model = tiny_model_of("llama")
+    tiny_model = get_tiny_model("llama")
 
     def on_rank(**arguments):
         models = [tiny_model.load(**arguments) for _ in range(2)]
@@ -261,20 +261,20 @@ def test_numbers_per_token(text):
                 parameter.mul_(0.9)
         batch = {name: tiny_model.batches[0][name].to(models[0].device) for name in ("input_ids", "attention_mask")}
         labels = tiny_model.batches[0]["labels"].to(models[0].device)
-        numbers = token_log_probs(models[0], labels, temperature=0.7, **batch)
-        apart = token_kl_divergences(*models, labels, beta=0.5, **batch)
-        (numbers.sum() + apart.sum()).backward()
-        return numbers.detach().cpu(), apart.detach().cpu()
+        log_probs = token_log_probs(models[0], labels, temperature=0.7, **batch)
+        divergences = token_kl_divergences(*models, labels, beta=0.5, **batch)
+        (log_probs.sum() + divergences.sum()).backward()
+        return log_probs.detach().cpu(), divergences.detach().cpu()
 
     expected = run_ranks(on_rank, 1)[0]
-    for found in run_ranks(on_rank, 2, megatron_config=of(text), device="cuda"):
-        for one, other in zip(found, expected, strict=True):
+    for values in run_ranks(on_rank, 2, megatron_config=make_config(text), device="cuda"):
+        for one, other in zip(values, expected, strict=True):
             torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("text", ["tp2+sp", "pp2", "cp2", "dp2"])
 @pytest.mark.parametrize("trainer_class", [SFTTrainer, DPOTrainer, GRPOTrainer])
-def test_trainers_of_trl(stories, tmp_path, monkeypatch, text, trainer_class):
+def test_trl_trainers(stories, tmp_path, monkeypatch, text, trainer_class):
     """Against one process on a GPU, which draws the same completions; greedy ones where replicas draw their own."""
     monkeypatch.setitem(test_base.CONFIGS, GRPOTrainer, GRPOConfig)
     samples = {SFTTrainer: completions, DPOTrainer: preferences, GRPOTrainer: prompts}[trainer_class]
@@ -285,11 +285,13 @@ def test_trainers_of_trl(stories, tmp_path, monkeypatch, text, trainer_class):
     [(expected, weights, _)] = run_ranks(
         train, 1, stories, tmp_path / "one", None, *arguments, device="cuda", **options
     )
-    found = run_ranks(train, 2, stories, tmp_path / "two", layout(text), *arguments, device="cuda", **options)
-    for log, _, _ in found:
+    results = run_ranks(train, 2, stories, tmp_path / "two", layout(text), *arguments, device="cuda", **options)
+    for log, _, _ in results:
         for entry, other in zip(log, expected, strict=True):
-            known = {name: value for name, value in other.items() if value is not None and name != "step_time"}
-            assert {name: entry[name] for name in known} == pytest.approx(known, rel=1e-4, abs=1e-4)
+            expected_values = {
+                name: value for name, value in other.items() if value is not None and name != "step_time"
+            }
+            assert {name: entry[name] for name in expected_values} == pytest.approx(expected_values, rel=1e-4, abs=1e-4)
     for name, weight in weights.items():
-        difference = found[0][1][name] - weight
+        difference = results[0][1][name] - weight
         assert difference.pow(2).mean().sqrt() <= 5e-5, name

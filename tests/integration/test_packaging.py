@@ -35,7 +35,7 @@ def built(tmp_path_factory):
     return next(out.glob("*.whl")), next(out.glob("*.tar.gz"))
 
 
-def imports_from(folder):
+def require_imports(folder):
     code = (
         "import hf_megatron, hf_megatron.conversion, hf_megatron.model_cards, hf_megatron.cli\n"
         "from hf_megatron.models.verified import records\n"
@@ -68,10 +68,10 @@ def test_wheel(built, tmp_path):
     assert {"py.typed", "models/verified.json", "model_cards/template.md", "planner/devices.json"} <= data
     assert {f"hf_megatron/{name}" for name in data} <= set(names)
     assert not any(name.startswith(("tests", "conversion", "model_cards", "benchmarks")) for name in names)
-    imports_from(tmp_path)
+    require_imports(tmp_path)
 
 
-def test_types_of_what_is_installed(built, tmp_path):
+def test_installed_package_type_checks(built, tmp_path):
     """The mapped packages are where the type checker finds them in a wheel alone."""
     with zipfile.ZipFile(built[0]) as wheel:
         wheel.extractall(tmp_path)
@@ -99,10 +99,10 @@ def test_sdist(built, tmp_path):
         sdist.extractall(tmp_path, filter="data")
     [folder] = tmp_path.iterdir()
     assert (folder / "LICENSE").exists() and (folder / "conversion" / "__init__.py").exists()
-    imports_from(_as_installed(folder))
+    require_imports(link_mapped_packages(folder))
 
 
-def _as_installed(folder):
+def link_mapped_packages(folder):
     (folder / "hf_megatron" / "conversion").symlink_to(folder / "conversion")
     (folder / "hf_megatron" / "model_cards").symlink_to(folder / "model_cards")
     return folder

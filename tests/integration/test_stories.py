@@ -13,7 +13,7 @@ def examples(stories, texts):
     return [tokenizer(text, return_tensors="pt").input_ids[:, :512] for text in texts]
 
 
-def token_mean(stories, texts, config):
+def compute_token_mean_loss(stories, texts, config):
     model = AutoModelForCausalLM.from_pretrained(stories, megatron_config=config)
     total, count = 0.0, 0
     with torch.no_grad():
@@ -26,20 +26,20 @@ def token_mean(stories, texts, config):
 @pytest.mark.parametrize("tp_size", [1, 2, 4])
 def test_token_mean_loss(stories, story_texts, tp_size):
     assert len(story_texts) == 5
-    expected = token_mean(stories, story_texts, None)
+    expected = compute_token_mean_loss(stories, story_texts, None)
     assert expected == pytest.approx(1.27, abs=0.01)
-    for found in run_ranks(token_mean, tp_size, stories, story_texts, MegatronConfig(tp_size=tp_size)):
-        assert found == pytest.approx(expected, rel=1e-6)
+    for loss in run_ranks(compute_token_mean_loss, tp_size, stories, story_texts, MegatronConfig(tp_size=tp_size)):
+        assert loss == pytest.approx(expected, rel=1e-6)
 
 
-def padded(stories, texts):
-    rows = []
+def make_padded_samples(stories, texts):
+    samples = []
     for ids in examples(stories, texts):
         row = torch.zeros(512, dtype=torch.long)
         labels = torch.full((512,), -100)
         row[: ids.shape[1]], labels[: ids.shape[1]] = ids[0], ids[0]
-        rows.append({"input_ids": row, "labels": labels, "attention_mask": (labels != -100).long()})
-    return rows
+        samples.append({"input_ids": row, "labels": labels, "attention_mask": (labels != -100).long()})
+    return samples
 
 
 def evaluate(stories, texts, config, output):
@@ -47,16 +47,16 @@ def evaluate(stories, texts, config, output):
     arguments = TrainingArguments(
         str(output), per_device_eval_batch_size=5, save_strategy="no", use_cpu=True, report_to=[]
     )
-    return Trainer(model, arguments, eval_dataset=padded(stories, texts)).evaluate()["eval_loss"]
+    return Trainer(model, arguments, eval_dataset=make_padded_samples(stories, texts)).evaluate()["eval_loss"]
 
 
 @pytest.mark.parametrize("tp_size", [2, 4])
 def test_trainer_reports_the_same_loss(stories, story_texts, tp_size, tmp_path):
     """One batch of all five stories, so that Trainer's mean of batches is the mean of tokens."""
-    expected = token_mean(stories, story_texts, None)
+    expected = compute_token_mean_loss(stories, story_texts, None)
     config = MegatronConfig(tp_size=tp_size)
-    for found in run_ranks(evaluate, tp_size, stories, story_texts, config, tmp_path):
-        assert found == pytest.approx(expected, rel=1e-6)
+    for loss in run_ranks(evaluate, tp_size, stories, story_texts, config, tmp_path):
+        assert loss == pytest.approx(expected, rel=1e-6)
 
 
 def fine_tune(stories, texts, config, output, steps=50):
@@ -79,10 +79,10 @@ def fine_tune(stories, texts, config, output, steps=50):
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
 
-def test_fifty_steps_follow_one_process(stories, story_texts, tmp_path):
+def test_fifty_steps_match_single_process(stories, story_texts, tmp_path):
     [expected] = run_ranks(fine_tune, 1, stories, story_texts, None, tmp_path)
     config = MegatronConfig(tp_size=2, sequence_parallel=True)
-    for found in run_ranks(fine_tune, 2, stories, story_texts, config, tmp_path):
-        assert len(found) == len(expected) == 50
-        assert found == pytest.approx(expected, abs=1e-4)
+    for losses in run_ranks(fine_tune, 2, stories, story_texts, config, tmp_path):
+        assert len(losses) == len(expected) == 50
+        assert losses == pytest.approx(expected, abs=1e-4)
     assert expected[-1] < expected[0]

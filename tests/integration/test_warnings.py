@@ -20,7 +20,7 @@ LAYOUTS = {
 }
 
 
-def warnings_of(layout):
+def collect_warnings(layout):
     """What making, training, asking and saving nothing of a model warns of on this rank."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -40,12 +40,12 @@ def warnings_of(layout):
 
 
 @pytest.mark.parametrize("text", LAYOUTS)
-def test_training_warns_of_nothing(text):
-    assert run_ranks(warnings_of, 2, LAYOUTS[text]) == [[], []]
+def test_training_emits_no_warnings(text):
+    assert run_ranks(collect_warnings, 2, LAYOUTS[text]) == [[], []]
 
 
-@pytest.mark.parametrize("command", [["plan", "llama", "--num-gpus", "8"], ["dry-run", "llama", "--help"]])
-def test_commands_warn_of_nothing(command):
+@pytest.mark.parametrize("command", [["plan", "llama", "--gpus", "8"], ["dry-run", "llama", "--help"]])
+def test_commands_emit_no_warnings(command):
     result = subprocess.run(
         [sys.executable, "-m", "hf_megatron.cli", *command], capture_output=True, text=True, check=False
     )
@@ -53,7 +53,7 @@ def test_commands_warn_of_nothing(command):
     assert "Warning" not in result.stderr
 
 
-def test_the_import_warns_of_nothing_and_leaves_cuda_alone():
+def test_import_emits_no_warnings_or_cuda_init():
     code = "import warnings; warnings.simplefilter('error'); import hf_megatron"
     code += "; import torch; assert not torch.cuda.is_initialized()"
     options = ["-W", "ignore::DeprecationWarning", "-W", "ignore::SyntaxWarning"]

@@ -1,4 +1,4 @@
-"""Stock Trainer with rows that several ranks share, against one process: logs, weights, evaluation, text, resuming."""
+"""Tests of stock Trainer under context parallelism: logs, weights, evaluation, generation and resuming."""
 
 import functools
 import os
@@ -45,15 +45,15 @@ def rows(count, seed):
 
 
 def collate(batch):
-    """Pads on the right; a row may be shorter than the ranks that share it."""
+    """Pads on the right; a sequence may have fewer tokens than there are context-parallel ranks."""
     longest = max(len(row["input_ids"]) for row in batch)
-    found = {name: torch.full((len(batch), longest), fill) for name, fill in (("input_ids", 0), ("labels", -100))}
-    found["attention_mask"] = torch.zeros_like(found["input_ids"])
-    for place, row in enumerate(batch):
+    tensors = {name: torch.full((len(batch), longest), fill) for name, fill in (("input_ids", 0), ("labels", -100))}
+    tensors["attention_mask"] = torch.zeros_like(tensors["input_ids"])
+    for sample_idx, row in enumerate(batch):
         tokens = torch.tensor(row["input_ids"])
         for name, values in (("input_ids", tokens), ("labels", tokens), ("attention_mask", torch.ones_like(tokens))):
-            found[name][place, : len(tokens)] = values
-    return found
+            tensors[name][sample_idx, : len(tokens)] = values
+    return tensors
 
 
 def train(source, output, layout, resume=None, **options):
@@ -72,13 +72,13 @@ def train(source, output, layout, resume=None, **options):
         text = model.generate(prompt, max_new_tokens=6, do_sample=False, pad_token_id=0)
         beams = model.generate(prompt, max_new_tokens=4, num_beams=2, do_sample=False, pad_token_id=0)
         torch.manual_seed(3)
-        drawn = model.generate(prompt, max_new_tokens=4, do_sample=True, pad_token_id=0)
+        samples = model.generate(prompt, max_new_tokens=4, do_sample=True, pad_token_id=0)
         logits = model(input_ids=prompt).logits
-    predicted = trainer.predict(rows(5, 2))
+    prediction = trainer.predict(rows(5, 2))
     model.save_pretrained(output / "final")
     logs = [{name: entry[name] for name in LOGGED if name in entry} for entry in trainer.state.log_history]
-    texts = [text.tolist(), beams.tolist(), drawn.tolist()]
-    return logs, texts, logits, torch.tensor(predicted.predictions), predicted.metrics["test_loss"]
+    texts = [text.tolist(), beams.tolist(), samples.tolist()]
+    return logs, texts, logits, torch.tensor(prediction.predictions), prediction.metrics["test_loss"]
 
 
 @pytest.fixture(scope="module")
@@ -105,17 +105,17 @@ def alone(source):
 
 @pytest.fixture(scope="module")
 def shared(source):
-    """A folder of checkpoints that two ranks wrote, and what each rank saw."""
+    """Checkpoint folder written by two ranks, and the results of each rank."""
     output = source.parent / "shared"
     return output, run_ranks(functools.partial(train, source, output, MegatronConfig(**LAYOUTS["cp2"])), 2)
 
 
-def require_equal(found, expected):
-    logs, texts, *numbers = found
+def require_close(found, expected):
+    logs, texts, *tensors = found
     for entry, other in zip(logs, expected[0], strict=True):
         assert entry == pytest.approx(other, rel=2e-5, abs=1e-6)
     assert texts == expected[1]
-    for value, other in zip(numbers, expected[2:], strict=True):
+    for value, other in zip(tensors, expected[2:], strict=True):
         torch.testing.assert_close(torch.as_tensor(value), torch.as_tensor(other), rtol=1e-3, atol=2e-4)
 
 
@@ -124,10 +124,10 @@ def require_weights(folder, expected):
         torch.testing.assert_close(weight, expected[name], rtol=1e-3, atol=1e-4)
 
 
-def test_a_run_is_that_of_one_process(shared, alone):
-    output, found = shared
-    for one in found:
-        require_equal(one, alone[0])
+def test_run_matches_single_process(shared, alone):
+    output, results = shared
+    for one in results:
+        require_close(one, alone[0])
     require_weights(output / "final", alone[1])
 
 
@@ -136,45 +136,45 @@ def test_other_layouts(source, alone, tmp_path, name):
     layout = MegatronConfig(**LAYOUTS[name])
     ranks = layout.cp_size * layout.pp_size
     for one in run_ranks(functools.partial(train, source, tmp_path, layout), ranks):
-        require_equal(one, alone[0])
+        require_close(one, alone[0])
     require_weights(tmp_path / "final", alone[1])
 
 
 @pytest.mark.parametrize(
     ("ranks", "fields"), [(4, {"cp_size": 4, "cp_comm_type": "p2p"}), (2, {"tp_size": 2}), (1, None)]
 )
-def test_any_layout_goes_on(source, shared, alone, tmp_path, ranks, fields):
+def test_checkpoint_resumes_with_any_layout(source, shared, alone, tmp_path, ranks, fields):
     shutil.copytree(shared[0] / "checkpoint-3", tmp_path / "checkpoint-3")
     layout = None if fields is None else MegatronConfig(**fields)
     run = functools.partial(train, source, tmp_path, layout, tmp_path / "checkpoint-3")
-    found = [run()] if layout is None else run_ranks(run, ranks)
-    for one in found:
+    results = [run()] if layout is None else run_ranks(run, ranks)
+    for one in results:
         assert [entry["step"] for entry in one[0]] == [entry["step"] for entry in alone[0][0]]
         for entry, other in zip(one[0], alone[0][0], strict=True):
             assert entry == pytest.approx(other, rel=2e-5, abs=1e-6)
     require_weights(tmp_path / "final", alone[1])
 
 
-class KilledIn(TrainerCallback):
-    """Ends this process as the kernel does that has no memory left, in the step behind the last checkpoint."""
+class KillAtStep(TrainerCallback):
+    """Kills this process with SIGKILL, like the OOM killer, in the step after the last checkpoint."""
 
     def on_step_begin(self, args, state, control, **kwargs):
         if state.global_step == 4:
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-def killed(source, output):
+def train_until_killed(source, output):
     model = AutoModelForCausalLM.from_pretrained(source, megatron_config=MegatronConfig(**LAYOUTS["cp2"]))
     arguments = TrainingArguments(str(output), **OPTIONS)
     trainer = Trainer(model, arguments, train_dataset=rows(40, 0), eval_dataset=rows(7, 1), data_collator=collate)
-    trainer.add_callback(KilledIn())
+    trainer.add_callback(KillAtStep())
     trainer.train()
 
 
 @pytest.mark.parametrize(("ranks", "fields"), [(4, {"cp_size": 4, "cp_comm_type": "p2p"}), (1, None)])
-def test_a_killed_run_goes_on_with_other_ranks_of_a_row(source, alone, tmp_path, ranks, fields):
+def test_killed_run_resumes_with_another_cp_size(source, alone, tmp_path, ranks, fields):
     with pytest.raises(RankError):
-        run_ranks(functools.partial(killed, source, tmp_path), 2)
+        run_ranks(functools.partial(train_until_killed, source, tmp_path), 2)
     assert (tmp_path / "checkpoint-3").is_dir()
     layout = None if fields is None else MegatronConfig(**fields)
     run = functools.partial(train, source, tmp_path, layout, True)
@@ -185,9 +185,9 @@ def test_a_killed_run_goes_on_with_other_ranks_of_a_row(source, alone, tmp_path,
 
 
 def test_thirty_steps(source, tmp_path):
-    """What two ranks of a row round otherwise stays small over a run."""
+    """Rounding differences between the layouts stay small over a run."""
     options = {"max_steps": 30, "eval_steps": 10, "save_strategy": "no", "learning_rate": 1e-3}
     expected = train(source, tmp_path / "alone", None, **options)
     layout = MegatronConfig(**LAYOUTS["cp2"])
-    for found in run_ranks(functools.partial(train, source, tmp_path / "shared", layout, **options), 2):
-        require_equal(found, expected)
+    for result in run_ranks(functools.partial(train, source, tmp_path / "shared", layout, **options), 2):
+        require_close(result, expected)

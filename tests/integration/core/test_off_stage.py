@@ -321,7 +321,7 @@ def run_patterns(path, text, loop_patterns=LOOP_PATTERNS):
 
 def run_patterns_on_ranks(path, text, loop_patterns=LOOP_PATTERNS):
     """Returns the mean of each value over all ranks: a dp rank's loss covers only its local samples."""
-    ranks = run_ranks(lambda: run_patterns(path, text, loop_patterns), ranks_of(layout(text)))
+    ranks = run_ranks(lambda: run_patterns(path, text, loop_patterns), count_ranks(parse_layout(text)))
     return {name: torch.stack([results[name] for results in ranks]).mean(dim=0) for name in ranks[0]}
 
 

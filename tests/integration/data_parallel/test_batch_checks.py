@@ -25,7 +25,7 @@ def folder(tmp_path_factory):
 def test_different_samples_are_detected_on_all_ranks(folder, text, name):
     def on_rank():
         model = load(folder, text)
-        inputs = batch(0) | {"attention_mask": torch.ones(4, 9, dtype=torch.long)}
+        inputs = make_batch(0) | {"attention_mask": torch.ones(4, 9, dtype=torch.long)}
         model(**inputs).loss.backward()
         changed = inputs | {name: inputs[name].roll(dist.get_rank(), dims=0).clone()}
         changed["attention_mask"][dist.get_rank(), -1] = 0 if name == "attention_mask" else 1
@@ -60,7 +60,7 @@ def test_mismatched_collective_is_reported(folder, text):
 def test_replicas_take_different_batches(folder):
     def on_rank():
         model = load(folder, "tp2+dp2")
-        model(**batch(dist.get_rank() // 2)).loss.backward()
+        model(**make_batch(dist.get_rank() // 2)).loss.backward()
         # No rank exits while others still send gradients.
         dist.barrier()
 

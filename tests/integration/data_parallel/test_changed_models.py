@@ -49,7 +49,7 @@ def call_with_other_parameters(model):
 
 
 def differentiate_functionally(model):
-    rows = local_samples(model, batch(0))
+    rows = local_samples(model, make_batch(0))
 
     def loss(parameters):
         return torch.func.functional_call(model, parameters, args=(), kwargs=rows).loss
@@ -184,7 +184,7 @@ def test_removed_layers(tiny, change, text):
         with torch.no_grad():
             return model.eval()(**make_batch(0)).loss.item()
 
-    for value in run_ranks(lambda: loss(layout(text)), 2):
+    for value in run_ranks(lambda: loss(parse_layout(text)), 2):
         assert value == pytest.approx(loss(), rel=1e-5)
 
 
@@ -211,7 +211,7 @@ def test_added_modules_train(tiny, change, text):
         return norms
 
     [expected] = run_ranks(train, 1)
-    for values in run_ranks(lambda: train(layout(text)), 2):
+    for values in run_ranks(lambda: train(parse_layout(text)), 2):
         assert values == pytest.approx(expected, rel=1e-4)
 
 
@@ -261,7 +261,7 @@ def measure_losses_and_norms(path, change, config):
 @pytest.mark.parametrize("change", [replace_head, replace_embedding, replace_layers, wrap_layers])
 def test_replaced_modules_stay_on_their_stages(tiny_uneven, change):
     [expected] = run_ranks(measure_losses_and_norms, 1, tiny_uneven, change, None)
-    for values in run_ranks(measure_losses_and_norms, 2, tiny_uneven, change, layout("pp2")):
+    for values in run_ranks(measure_losses_and_norms, 2, tiny_uneven, change, parse_layout("pp2")):
         assert values == pytest.approx(expected, rel=1e-5)
 
 
@@ -286,7 +286,7 @@ def test_pipeline_modules_cannot_be_rearranged(tiny_uneven, change):
 
 def test_replaced_head_is_readable_on_its_stage_only(tiny_uneven):
     def on_rank():
-        model = AutoModelForCausalLM.from_pretrained(tiny_uneven, megatron_config=layout("pp2"))
+        model = AutoModelForCausalLM.from_pretrained(tiny_uneven, megatron_config=parse_layout("pp2"))
         replace_head(model)
         if torch.distributed.get_rank() == 1:
             return model.lm_head.weight.shape[0]
@@ -314,5 +314,5 @@ def test_patched_layer_class_is_followed(tiny):
 
     expected = loss()
     for text in ("pp2", "dp2+zero3"):
-        for value in run_ranks(lambda text=text: loss(layout(text)), 2):
+        for value in run_ranks(lambda text=text: loss(parse_layout(text)), 2):
             assert value == pytest.approx(expected, rel=1e-5)

@@ -83,12 +83,12 @@ MAKERS = _make_factories()
 
 def train_with_each(path, config):
     """Returns the trained weights by name of the optimizer."""
-    model = load(path, config)
-    start, trained_weights = snapshot(model), {}
+    model = load_model(path, config)
+    start, trained_weights = clone_parameters(model), {}
     for name, make in MAKERS.items():
         restore_parameters(model, start)
         train(model, prepare_optimizer(make(model)))
-        trained_weights[name] = weights(model)
+        trained_weights[name] = gather_weights(model)
     return trained_weights
 
 
@@ -107,10 +107,10 @@ def by_optimizer(stories):
 @pytest.mark.parametrize("text", ["dp2", "tp2+dp2"])
 @pytest.mark.parametrize("name", MAKERS)
 def test_elementwise_optimizers(stories, by_optimizer, name, text):
-    start, expected, results = weights(load(stories)), by_optimizer(None)[name], by_optimizer(text)
+    start, expected, results = gather_weights(load_model(stories)), by_optimizer(None)[name], by_optimizer(text)
     assert len(results) == 2
     for full in results:
-        assert movement_error(full[name], expected, start) < LIMIT
+        assert measure_movement_error(full[name], expected, start) < LIMIT
 
 
 def test_all_elementwise_torch_classes_are_covered():
@@ -137,7 +137,7 @@ def roll_gradients():
 
 @pytest.mark.parametrize("fault", [skip_param_all_gather, roll_gradients], ids=lambda fault: fault.__name__)
 def test_faults_are_detected(stories, fault):
-    error = error_of(stories, lambda m: train(m, prepare_optimizer(adamw(m.parameters()))), layout("dp2"), fault)
+    error = measure_error(stories, lambda m: train(m, prepare_optimizer(adamw(m.parameters()))), parse_layout("dp2"), fault)
     assert error > 100 * LIMIT
 
 
@@ -168,7 +168,7 @@ def test_schedulers_created_before_and_after_prepare(stories, text):
 @pytest.mark.parametrize("text", ["dp2", "tp2+dp2+zero2", "dp2+zero3"])
 def test_state_dict_round_trip_is_bitwise_identical(stories, text):
     def on_rank():
-        model = load(stories, layout(text))
+        model = load_model(stories, parse_layout(text))
         optimizer = prepare_optimizer(adamw(make_param_groups(model)))
         train(model, optimizer, 2)
         state, middle = copy.deepcopy(optimizer.state_dict()), clone_parameters(model)
@@ -180,7 +180,7 @@ def test_state_dict_round_trip_is_bitwise_identical(stories, text):
 
         results = []
         for load_it in (True, False):
-            restore(model, middle)
+            restore_parameters(model, middle)
             again = prepare_optimizer(adamw(make_param_groups(model)))
             if load_it:
                 again.load_state_dict(state)
@@ -189,7 +189,7 @@ def test_state_dict_round_trip_is_bitwise_identical(stories, text):
         return results
 
     # Without its state the optimizer reaches other weights.
-    assert run_ranks(on_rank, ranks_of(layout(text))) == [[True, False]] * ranks_of(layout(text))
+    assert run_ranks(on_rank, count_ranks(parse_layout(text))) == [[True, False]] * count_ranks(parse_layout(text))
 
 
 def test_state_with_unknown_parameters_is_rejected(stories):
@@ -255,7 +255,7 @@ def test_freezing_and_unfreezing(stories, text):
         freeze_except(model, "q_proj", "layernorm", "mlp")
         train(model, optimizer, 2, first=2)
         optimizer.zero_grad()
-        before = snapshot(model)
+        before = clone_parameters(model)
         freeze_except(model, "mlp")
         train(model, optimizer, 1, first=4)
         optimizer.zero_grad()
@@ -359,9 +359,9 @@ def keep_reduced_shard_in_buffer():
     ],
 )
 def test_accumulation_with_no_sync_and_zero_grad(stories, text, prepare, is_right):
-    reference = load(stories)
+    reference = load_model(stories)
     backward(reference, (0, 1, 2))
-    expected = gradients(reference)
+    expected = gather_gradients(reference)
 
     def on_rank():
         if prepare is not None:
@@ -379,7 +379,7 @@ def test_accumulation_with_no_sync_and_zero_grad(stories, text, prepare, is_righ
             errors.append(largest_difference(gather_gradients(model), expected))
             forget()
             # Partial windows are discarded, reduced or not.
-            (model(**local_samples(model, batch(5))).loss / 3).backward()
+            (model(**shard_batch(model, make_batch(5))).loss / 3).backward()
             forget()
             with model.no_sync():
                 (model(**shard_batch(model, make_batch(6))).loss / 3).backward()
@@ -412,7 +412,7 @@ def test_no_sync_reduces_once_per_window(stories, text):
         reducer.finish()
         return len(reducer.buckets), with_no_sync, len(sends) - with_no_sync
 
-    for bucket_count, with_no_sync, without in run_ranks(on_rank, ranks_of(layout(text))):
+    for bucket_count, with_no_sync, without in run_ranks(on_rank, count_ranks(parse_layout(text))):
         assert bucket_count > 3 and with_no_sync == bucket_count and without == 3 * bucket_count
 
 
@@ -462,7 +462,7 @@ STEPS = 8
 
 def train_bf16_single_process(stories, start):
     """Trains a bf16 model with separate fp32 main weights."""
-    model = load(stories, dtype=torch.bfloat16)
+    model = load_model(stories, dtype=torch.bfloat16)
     main = {name: start[name].clone().requires_grad_() for name, _ in model.named_parameters()}
     optimizer = adamw(main.values(), lr=1e-5)
     for step in range(STEPS):
@@ -478,7 +478,7 @@ def train_bf16_single_process(stories, start):
 @pytest.mark.parametrize("text", ["dp2", "tp2", "tp2+dp2"])
 def test_bf16_parameters_follow_fp32(stories, text):
     """Steps of 1e-5 are below the bf16 spacing of 1e-3, so that only fp32 main weights can represent them."""
-    rounded = load(stories, dtype=torch.bfloat16)
+    rounded = load_model(stories, dtype=torch.bfloat16)
     start = {name: parameter.detach().float() for name, parameter in rounded.named_parameters()}
     exact = load_model(stories)
     restore_parameters(exact, start)
@@ -487,8 +487,8 @@ def test_bf16_parameters_follow_fp32(stories, text):
         reference.zero_grad()
         backward(exact, (2 * step,))
         reference.step()
-    expected = snapshot(exact)
-    allowed = movement_error(train_bf16_single_process(stories, start), expected, start)
+    expected = clone_parameters(exact)
+    allowed = measure_movement_error(train_bf16_single_process(stories, start), expected, start)
 
     def on_rank():
         model = load_model(stories, parse_layout(text), dtype=torch.bfloat16)
@@ -518,7 +518,7 @@ def test_bf16_parameters_follow_fp32(stories, text):
             moved += (main != begin).sum().item() / begin.numel() if begin.numel() else 1.0
         return squared_error, squared_movement, moved / len(optimizer._hf_megatron.leaves)
 
-    results = run_ranks(on_rank, ranks_of(layout(text)))
+    results = run_ranks(on_rank, count_ranks(parse_layout(text)))
     error = (
         sum(squared_error for squared_error, _, _ in results)
         / sum(squared_movement for _, squared_movement, _ in results)
@@ -547,9 +547,9 @@ def test_offload_is_bitwise_identical(stories, dtype):
     def on_rank(stage):
         results = []
         for offload in (False, True):
-            model = load(stories, MegatronConfig(dp_size=2, zero_stage=stage, offload_optimizer=offload), dtype=dtype)
+            model = load_model(stories, MegatronConfig(dp_size=2, zero_stage=stage, offload_optimizer=offload), dtype=dtype)
             train(model, prepare_optimizer(adamw(make_param_groups(model))), 2)
-            results.append(snapshot(model))
+            results.append(clone_parameters(model))
         return all(
             torch.equal(results[0][name].view(torch.uint8), v.view(torch.uint8)) for name, v in results[1].items()
         )
@@ -580,7 +580,7 @@ REJECTED = {
 @pytest.mark.parametrize("text", ["dp2", "tp2", "tp2+dp2+zero0", "dp2+zero3"])
 def test_non_elementwise_classes_are_rejected(stories, text):
     def on_rank():
-        model = load(stories, layout(text))
+        model = load_model(stories, parse_layout(text))
         for name, make in REJECTED.items():
             with pytest.raises(UnsupportedError, match=f"{name} is not known to be elementwise"):
                 prepare_optimizer(make(model))

@@ -215,15 +215,15 @@ def runs(tiny_uneven):
     return PatternRuns(tiny_uneven, LOOP_PATTERNS, IMPOSSIBLE)
 
 
-@pytest.mark.parametrize(("name", "text"), cells(LOOP_PATTERNS, [*LAYOUTS, "pp2"], IMPOSSIBLE))
+@pytest.mark.parametrize(("name", "text"), make_parameters(LOOP_PATTERNS, [*LAYOUTS, "pp2"], IMPOSSIBLE))
 def test_matches_single_process(runs, name, text):
     runs.compare(text, name)
 
 
 def save_and_load(path, text, folder):
     """Returns the loss of the saved weights, and the loss after these weights are changed and loaded again."""
-    model = AutoModelForCausalLM.from_pretrained(path, megatron_config=layout(text)).train()
-    rows = local_samples(model, batch(0))
+    model = AutoModelForCausalLM.from_pretrained(path, megatron_config=parse_layout(text)).train()
+    rows = local_samples(model, make_batch(0))
     file = folder / str(dist.get_rank())
     torch.save(model.state_dict(), file)
     dist.barrier()

@@ -246,7 +246,7 @@ for edit in (redraw_head, redraw_modules, apply_init_weights, add_noise):
 register_pattern("random_gradient_noise", make_gradient_loop(add_noise_to_gradients))
 
 
-@pytest.mark.parametrize("name, text", cells(LOOP_PATTERNS, LAYOUTS, {}))
+@pytest.mark.parametrize("name, text", make_parameters(LOOP_PATTERNS, LAYOUTS, {}))
 def test_matches_single_process(runs, name, text):
     runs.compare(text, name)
 

@@ -51,12 +51,12 @@ def measure_norms(path, text=None):
     for parameter in select_parameters(model, "embed", "layers.0.", "layers.1.self_attn"):
         parameter.requires_grad_(False)
     optimizer.zero_grad()
-    model(**batch(2)).loss.backward()
+    model(**make_batch(2)).loss.backward()
     values.append(clip_grad_norm_(model.parameters(), 0.1))
     # One stage has all of its trained parameters in the list, the other one only some.
     values.append(clip_grad_norm_(select_parameters(model, "layers"), 0.02))
     optimizer.step()
-    return torch.stack([*(torch.as_tensor(norm).float() for norm in values), model(**batch(3)).loss.detach()])
+    return torch.stack([*(torch.as_tensor(norm).float() for norm in values), model(**make_batch(3)).loss.detach()])
 
 
 @pytest.mark.parametrize("text", ["pp2", "pp2+dp2"])
@@ -121,7 +121,7 @@ def run_patterns(path, text=None):
         values += loop_pattern(model)
         if loop_pattern is not clip_optimizer_groups:
             prepare_optimizer(torch.optim.SGD(model.parameters(), lr=0.1)).step()
-        values.append(model(**batch(3)).loss)
+        values.append(model(**make_batch(3)).loss)
     return torch.stack([torch.as_tensor(norm).detach().float() for norm in values])
 
 

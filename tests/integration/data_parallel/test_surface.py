@@ -34,7 +34,7 @@ def are_equal(found, expected):
 
 @pytest.mark.parametrize("text", STAGES)
 def test_saved_files_match_source(stories, tmp_path, text):
-    run_ranks(lambda: load(stories, layout(text)).save_pretrained(tmp_path), ranks_of(layout(text)))
+    run_ranks(lambda: load_model(stories, parse_layout(text)).save_pretrained(tmp_path), count_ranks(parse_layout(text)))
     assert are_equal(load_file(tmp_path / "model.safetensors"), load_file(stories / "model.safetensors"))
     assert json.loads((tmp_path / "config.json").read_text())["architectures"] == ["LlamaForCausalLM"]
     assert not [file for file in tmp_path.iterdir() if file.suffix == ".tmp"]
@@ -47,7 +47,7 @@ def test_accelerate_state_dict_is_full_on_rank_zero(stories, text):
         accelerator = Accelerator(cpu=True)
         return accelerator.get_state_dict(accelerator.prepare(model))
 
-    assert are_equal(run_ranks(on_rank, ranks_of(layout(text)))[0], load(stories).state_dict())
+    assert are_equal(run_ranks(on_rank, count_ranks(parse_layout(text)))[0], load_model(stories).state_dict())
 
 
 @pytest.mark.parametrize("text", STAGES)
@@ -90,7 +90,7 @@ def test_random_init_is_layout_independent(stories):
 
     expected = run_ranks(on_rank, 2, "tp2")[0]
     for text in STAGES:
-        for tensors in run_ranks(on_rank, ranks_of(layout(text)), text):
+        for tensors in run_ranks(on_rank, count_ranks(parse_layout(text)), text):
             assert not tensors or are_equal(tensors, expected), text
     assert not are_equal(run_ranks(on_rank, 2, "dp2", seed=4)[0], expected)
 

@@ -22,7 +22,7 @@ def _make_linear(inputs, outputs):
 
 
 def _local_batch(loop, seed=0):
-    return local_samples(loop.model, batch(seed))
+    return local_samples(loop.model, make_batch(seed))
 
 
 def _train_with_extra_optimizer(loop, other, loss):
@@ -270,8 +270,8 @@ def runs(tiny):
         loop_pattern.__name__: loop_pattern for loop_pattern in (*EQUAL, *REJECTED) if loop_pattern not in IN_THE_MIDDLE
     }
     return {
-        **dict.fromkeys((*EQUAL, *REJECTED), Runs(tiny, together)),
-        **{loop_pattern: Runs(tiny, {loop_pattern.__name__: loop_pattern}) for loop_pattern in IN_THE_MIDDLE},
+        **dict.fromkeys((*EQUAL, *REJECTED), PatternRuns(tiny, together)),
+        **{loop_pattern: PatternRuns(tiny, {loop_pattern.__name__: loop_pattern}) for loop_pattern in IN_THE_MIDDLE},
     }
 
 
@@ -296,7 +296,7 @@ REJECTED_WITH_SPLIT_LAYERS = {
 
 @pytest.fixture(scope="module")
 def split_runs(tiny):
-    return Runs(
+    return PatternRuns(
         tiny,
         {
             loop_pattern.__name__: loop_pattern
@@ -333,7 +333,7 @@ def test_rejected_with_pipeline(tiny, text, loop_pattern):
         loop_pattern(Loop(model, tiny))
 
     with pytest.raises(RankError, match=re.escape(REJECTED_ON_STAGES[text][loop_pattern])):
-        run_ranks(on_rank, ranks_of(layout(text)), timeout=120)
+        run_ranks(on_rank, ranks_of(parse_layout(text)), timeout=120)
 
 
 @pytest.mark.parametrize("stepped", [False, True])

@@ -1,4 +1,4 @@
-"""Router biases that follow the load of experts: one process's by hand, on every layout, once a step."""
+"""Tests of router bias updates from the expert load, against a hand-written single-process loop."""
 
 import pytest
 import torch
@@ -45,16 +45,16 @@ def source(tmp_path_factory):
     return folder
 
 
-def batch_of(step, state):
+def make_batch(step, state):
     ids = torch.randint(1, 64, (4, 13), generator=torch.Generator().manual_seed(step))
     return ids if state is None else ids.tensor_split(state.mesh.dp_size)[state.mesh.dp_rank]
 
 
-def biases(model):
+def copy_biases(model):
     return {name: value.detach().clone() for name, value in model.named_buffers() if name.endswith(NAME)}
 
 
-def by_hand(source):
+def train_by_hand(source):
     model = AutoModelForCausalLM.from_pretrained(source).train()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     counts = {}
@@ -66,8 +66,8 @@ def by_hand(source):
         if name.endswith(".experts"):
             module.register_forward_pre_hook(lambda module, args, name=name: count(module, args, name))
     for step in range(STEPS):
-        for part in (2 * step, 2 * step + 1):
-            ids = batch_of(part, None)
+        for microbatch in (2 * step, 2 * step + 1):
+            ids = make_batch(microbatch, None)
             (model(input_ids=ids, labels=ids).loss / 2).backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -75,91 +75,91 @@ def by_hand(source):
             gate = model.get_submodule(name.rpartition(".")[0]).gate
             gate.e_score_correction_bias += RATE * (load.float().mean() - load).sign()
         counts.clear()
-    return biases(model)
+    return copy_biases(model)
 
 
-def trained(source, layout):
+def train_with_library(source, layout):
     model = AutoModelForCausalLM.from_pretrained(source, megatron_config=layout).train()
     optimizer = prepare_optimizer(torch.optim.SGD(model.parameters(), lr=0.01))
     state = parallel_state(model)
     for step in range(STEPS):
-        # What is given up counts for nothing: skipped by a step, cleared by the optimizer, by the model.
-        ids = batch_of(STEPS + step, state)
+        # Discarded batches must not count: skipped step, cleared by the optimizer, cleared by the model.
+        ids = make_batch(STEPS + step, state)
         (model(input_ids=ids, labels=ids).loss * (1 if step else float("nan"))).backward()
         (optimizer.step, optimizer.zero_grad, model.zero_grad)[step]()
         optimizer.zero_grad()
-        for part in (2 * step, 2 * step + 1):
-            ids = batch_of(part, state)
+        for microbatch in (2 * step, 2 * step + 1):
+            ids = make_batch(microbatch, state)
             loss = model(input_ids=ids, labels=ids).loss / 2
-            if part == 2 * step and state.cut is None:
+            if microbatch == 2 * step and state.cut is None:
                 optimizer.zero_grad()
             loss.backward()
         with torch.no_grad():
-            # Evaluation counts for nothing.
+            # Evaluation must not count.
             model.eval()(input_ids=ids)
         model.train()
         optimizer.step()
         optimizer.zero_grad()
-    return biases(model)
+    return copy_biases(model)
 
 
 LAYOUTS = ["dp2", "tp2", "tp2+sp", "pp2+mb2", "cp2", "dp2+ep2", "tp2+sp+ep2", "dp2+ep2+zero3", "pp2+dp2+ep2+mb2"]
 
 
-def layout_of(text, **changes):
+def parse_layout(text, **changes):
     [layout] = parse_layouts(text)
     return ConfigUnderTest(**layout.to_dict() | {"router_bias_update_rate": RATE} | changes)
 
 
 @pytest.mark.parametrize("recompute", [None, "full"])
 @pytest.mark.parametrize("text", LAYOUTS)
-def test_biases_are_those_of_one_process(source, text, recompute):
-    expected, layout = by_hand(source), layout_of(text, recompute=recompute)
-    held = run_ranks(trained, layout.ranks_per_replica * (layout.dp_size or 1), source, layout)
-    found = {}
-    for one in held:
+def test_biases_match_single_process(source, text, recompute):
+    expected, layout = train_by_hand(source), parse_layout(text, recompute=recompute)
+    rank_biases = run_ranks(train_with_library, layout.ranks_per_replica * (layout.dp_size or 1), source, layout)
+    merged_biases = {}
+    for one in rank_biases:
         for name, bias in one.items():
-            torch.testing.assert_close(found.setdefault(name, bias), bias, rtol=0, atol=0)
-    assert found.keys() == expected.keys()
+            torch.testing.assert_close(merged_biases.setdefault(name, bias), bias, rtol=0, atol=0)
+    assert merged_biases.keys() == expected.keys()
     for name, bias in expected.items():
-        torch.testing.assert_close(found[name], bias, rtol=0, atol=1e-6)
+        torch.testing.assert_close(merged_biases[name], bias, rtol=0, atol=1e-6)
         assert bias.abs().max() > RATE
 
 
-def test_a_step_that_is_skipped_moves_no_bias(source):
+def test_skipped_step_keeps_biases(source):
     def on_rank():
-        model = AutoModelForCausalLM.from_pretrained(source, megatron_config=layout_of("dp2+ep2")).train()
+        model = AutoModelForCausalLM.from_pretrained(source, megatron_config=parse_layout("dp2+ep2")).train()
         optimizer = prepare_optimizer(torch.optim.SGD(model.parameters(), lr=0.01))
-        before, ids = biases(model), batch_of(0, parallel_state(model))
+        before, ids = copy_biases(model), make_batch(0, parallel_state(model))
         (model(input_ids=ids, labels=ids).loss * float("nan")).backward()
         optimizer.step()
-        return all(torch.equal(bias, before[name]) for name, bias in biases(model).items())
+        return all(torch.equal(bias, before[name]) for name, bias in copy_biases(model).items())
 
     assert run_ranks(on_rank, 2) == [True, True]
 
 
 def test_biases_are_saved_and_resumed(source, tmp_path):
     def on_rank(text, folder, resumes):
-        layout = layout_of(text)
+        layout = parse_layout(text)
         model = AutoModelForCausalLM.from_pretrained(source, megatron_config=layout).train()
         accelerator = Accelerator(cpu=True)
         model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.01))
         if resumes:
             accelerator.load_state(str(folder))
-            return biases(model)
-        ids = batch_of(0, parallel_state(model))
+            return copy_biases(model)
+        ids = make_batch(0, parallel_state(model))
         accelerator.backward(model(input_ids=ids, labels=ids).loss)
         optimizer.step()
         accelerator.save_state(str(folder))
-        return biases(model)
+        return copy_biases(model)
 
     saved = run_ranks(on_rank, 2, "dp2+ep2", tmp_path / "state", False)[0]
     assert all(bias.any() for bias in saved.values())
-    for found in run_ranks(on_rank, 2, "tp2+ep2", tmp_path / "state", True):
-        assert all(torch.equal(found[name], bias) for name, bias in saved.items())
+    for rank_biases in run_ranks(on_rank, 2, "tp2+ep2", tmp_path / "state", True):
+        assert all(torch.equal(rank_biases[name], bias) for name, bias in saved.items())
 
 
-def test_models_without_such_a_bias():
+def test_model_without_router_bias_is_rejected():
     def on_rank():
         config = LlamaConfig(hidden_size=32, num_attention_heads=4, num_hidden_layers=2, vocab_size=64)
         layout = MegatronConfig(tp_size=2, router_bias_update_rate=1e-3)
@@ -170,6 +170,6 @@ def test_models_without_such_a_bias():
 
 
 @pytest.mark.parametrize("rate", [-1.0, float("nan"), True, "fast"])
-def test_rates_that_cannot_be(rate):
+def test_invalid_rates_are_rejected(rate):
     with pytest.raises(ConfigError, match="router_bias_update_rate"):
         MegatronConfig(router_bias_update_rate=rate)

@@ -1,4 +1,4 @@
-"""What users do with models whose experts lie on several ranks: Trainer, checkpoints, text, and what is refused."""
+"""Tests of expert parallelism: token dispatch, Trainer, checkpoints, generation, and rejected configurations."""
 
 import functools
 import warnings
@@ -48,7 +48,7 @@ SMALL = {
 }
 
 
-# A rank has two runs of the experts.
+# Identity experts form a second block on each rank.
 WITH_IDENTITY = {
     "vocab_size": 64,
     "hidden_size": 32,
@@ -86,33 +86,33 @@ def source(sources):
     return sources["qwen3_moe"]
 
 
-def layout_of(text):
+def parse_layout(text):
     return None if text is None else parse_layouts(text)[0]
 
 
-def ranks_of(layout):
+def count_ranks(layout):
     return 1 if layout is None else layout.ranks_per_replica * (layout.dp_size or 1)
 
 
-def loaded(source, layout):
+def load_model(source, layout):
     return AutoModelForCausalLM.from_pretrained(source, **({} if layout is None else {"megatron_config": layout}))
 
 
-# How rows travel
+# Token dispatch
 
 
-def noted_rows(source, layout):
-    """Counts what a rank sends in one forward, beside the pairs of its tokens and the ranks of their experts."""
-    model, counts = loaded(source, layout), []
+def count_sent_tokens(source, layout):
+    """Returns per MoE layer the tokens sent, the (token, rank) pairs, the expert slots and the local tokens."""
+    model, counts = load_model(source, layout), []
     original = token_dispatcher.AllToAll.dispatch
 
-    def counting(self, hidden, chosen, *args):
-        found, route = original(self, hidden, chosen, *args)
+    def count_and_dispatch(self, hidden, chosen, *args):
+        expert_inputs, route = original(self, hidden, chosen, *args)
         pairs = sum(len(set((row // self.experts).tolist())) for row in chosen)
         counts.append((sum(route.sent), pairs, chosen.numel(), len(hidden)))
-        return found, route
+        return expert_inputs, route
 
-    token_dispatcher.AllToAll.dispatch = counting
+    token_dispatcher.AllToAll.dispatch = count_and_dispatch
     ids = torch.arange(1, 40).view(3, 13)
     with torch.no_grad():
         model.eval()(input_ids=ids)
@@ -120,61 +120,61 @@ def noted_rows(source, layout):
 
 
 @pytest.mark.parametrize("text", ["dp2+ep2", "dp4+ep4", "tp2+ep2", "tp2+sp+ep2"])
-def test_a_token_is_sent_once_to_each_rank(source, text):
-    layout = layout_of(text)
-    found = run_ranks(noted_rows, ranks_of(layout), source, layout)
-    for counts in found:
+def test_tokens_are_sent_once_per_rank(source, text):
+    layout = parse_layout(text)
+    rank_counts = run_ranks(count_sent_tokens, count_ranks(layout), source, layout)
+    for counts in rank_counts:
         assert len(counts) == SMALL["num_hidden_layers"]
         for sent, pairs, slots, _ in counts:
             assert sent == pairs < slots
-    # Ranks of tp share the tokens out; each rank of dp has its own.
-    tokens = [sum(counts[0][3] for counts in found), 39 * (layout.dp_size or 1)]
+    # Tensor-parallel ranks split the tokens; data-parallel ranks have their own.
+    tokens = [sum(counts[0][3] for counts in rank_counts), 39 * (layout.dp_size or 1)]
     assert tokens[0] == tokens[1]
 
 
-def test_ids_without_an_expert_get_nothing():
-    """Of experts that there are not, and identity experts, no row is sent and nothing comes back."""
+def test_ids_without_expert_get_zeros():
+    """Tokens routed to ids without an expert (negative or identity) are not sent, and their outputs are zero."""
 
     def on_rank():
-        moved = token_dispatcher.AllToAll(2, dist.group.WORLD)
+        dispatcher = token_dispatcher.AllToAll(2, dist.group.WORLD)
         chosen = torch.tensor([[0, 4], [5, 4], [-1, 3]])
         hidden = torch.arange(1.0, 7.0).view(3, 2)
-        found, route = moved.dispatch(hidden, chosen, torch.ones(3, 2))
+        expert_inputs, route = dispatcher.dispatch(hidden, chosen, torch.ones(3, 2))
         assert sorted(route.tokens.tolist()) == [0, 2]
-        return moved.combine(found.rows * (found.experts < 2).sum(1, keepdim=True), route)
+        return dispatcher.combine(expert_inputs.rows * (expert_inputs.experts < 2).sum(1, keepdim=True), route)
 
     for total in run_ranks(on_rank, 2):
         assert total.tolist() == [[1.0, 2.0], [0.0, 0.0], [5.0, 6.0]]
 
 
 @pytest.mark.parametrize("blocks", [1, 2, 4])
-def test_every_rank_holds_a_share_of_each_block(blocks):
-    """Numbered by rank the experts of the first rank come first, in the order it holds them; others keep theirs."""
-    held = token_dispatcher.ExpertBlocks(8, 2, blocks)
-    ranks = [held.of_rank(rank) for rank in range(2)]
+def test_ranks_hold_experts_from_each_block(blocks):
+    """Renumbered by rank, the experts of rank 0 come first, in local order; ids outside the range are kept."""
+    expert_blocks = token_dispatcher.ExpertBlocks(8, 2, blocks)
+    ranks = [expert_blocks.of_rank(rank) for rank in range(2)]
     assert sorted(torch.cat(ranks).tolist()) == list(range(8))
-    assert held.by_rank(torch.cat(ranks)).tolist() == list(range(8))
+    assert expert_blocks.by_rank(torch.cat(ranks)).tolist() == list(range(8))
     assert {len(set((rank % (8 // blocks)).tolist())) for rank in ranks} == {4 // blocks}
-    assert held.by_rank(torch.tensor([[-1, 8], [9, 100]])).tolist() == [[-1, 8], [9, 100]]
+    assert expert_blocks.by_rank(torch.tensor([[-1, 8], [9, 100]])).tolist() == [[-1, 8], [9, 100]]
 
 
-def test_the_load_of_ranks_is_that_of_the_experts_they_hold():
+def test_rank_load_follows_expert_blocks():
     tokens = torch.tensor([[8, 8, 0, 0, 8, 8, 0, 0], [0, 0, 0, 0, 4, 4, 4, 4]])
     load = hf_megatron.expert_parallel.expert_load.ExpertLoad(
         ("one", "two"), tokens, token_dispatcher.ExpertBlocks(8, 2, 2), 0
     )
     assert load.ranks_over_mean.tolist() == [[2.0, 0.0], [1.0, 1.0]]
-    of_experts = hf_megatron.expert_parallel.expert_load.ExpertLoad(
+    contiguous_load = hf_megatron.expert_parallel.expert_load.ExpertLoad(
         ("one", "two"), tokens, token_dispatcher.ExpertBlocks(8, 2), 0
     )
-    assert of_experts.ranks_over_mean.tolist() == [[1.0, 1.0], [0.0, 2.0]]
+    assert contiguous_load.ranks_over_mean.tolist() == [[1.0, 1.0], [0.0, 2.0]]
 
 
 # Trainer
 
 
 def train(source, output, layout, resume=None, **options):
-    model = loaded(source, layout)
+    model = load_model(source, layout)
     arguments = OPTIONS | {"max_steps": 30, "save_steps": 15, "eval_steps": 15, "learning_rate": 3e-3} | options
     size = 4 // (1 if layout is None else layout.dp_size or 1)
     sizes = {"per_device_train_batch_size": size, "per_device_eval_batch_size": size}
@@ -201,22 +201,22 @@ def alone(source):
 
 def require_run(logs, folder, alone, start=0):
     expected = [entry for entry in alone[0] if entry["step"] > start]
-    found = [entry for entry in logs if entry["step"] > start]
-    assert len(found) == len(expected)
-    for entry, other in zip(found, expected, strict=True):
+    entries = [entry for entry in logs if entry["step"] > start]
+    assert len(entries) == len(expected)
+    for entry, other in zip(entries, expected, strict=True):
         assert entry == pytest.approx(other, rel=1e-3, abs=1e-4)
     weights = load_file(folder / "model.safetensors")
-    apart = sum((weights[name] - weight).norm() ** 2 for name, weight in alone[1].items())
-    assert apart.sqrt() < 2e-3 * sum(weight.norm() ** 2 for weight in alone[1].values()).sqrt()
+    squared_error = sum((weights[name] - weight).norm() ** 2 for name, weight in alone[1].items())
+    assert squared_error.sqrt() < 2e-3 * sum(weight.norm() ** 2 for weight in alone[1].values()).sqrt()
 
 
-TRAINED = ["dp2+ep2", "dp2+ep2+zero3", "dp2+tp2+sp+ep4"]
+TRAINER_LAYOUTS = ["dp2+ep2", "dp2+ep2+zero3", "dp2+tp2+sp+ep4"]
 
 
-@pytest.mark.parametrize("text", TRAINED)
-def test_a_run_of_trainer(source, alone, tmp_path, text):
-    layout = layout_of(text)
-    logs = run_ranks(train, ranks_of(layout), source, tmp_path, layout)
+@pytest.mark.parametrize("text", TRAINER_LAYOUTS)
+def test_trainer_run(source, alone, tmp_path, text):
+    layout = parse_layout(text)
+    logs = run_ranks(train, count_ranks(layout), source, tmp_path, layout)
     for log in logs:
         require_run(log, tmp_path / "final", alone)
 
@@ -224,23 +224,23 @@ def test_a_run_of_trainer(source, alone, tmp_path, text):
 @pytest.fixture(scope="module")
 def over_tp(source):
     output = source.parent / "over_tp"
-    return output, run_ranks(train, 2, source, output, layout_of("tp2+ep2"))
+    return output, run_ranks(train, 2, source, output, parse_layout("tp2+ep2"))
 
 
-def test_a_run_of_experts_over_tp(over_tp, alone):
+def test_trainer_run_with_tp2_ep2(over_tp, alone):
     for log in over_tp[1]:
         require_run(log, over_tp[0] / "final", alone)
 
 
 @pytest.mark.parametrize("text", ["dp2+ep2", "dp4+ep4", None])
-def test_a_run_goes_on_with_other_ranks_for_experts(source, alone, over_tp, tmp_path, text):
-    layout = layout_of(text)
-    resumed = functools.partial(train, source, tmp_path / "resumed", layout, over_tp[0] / "checkpoint-15")
-    for log in run_ranks(resumed, ranks_of(layout)):
+def test_trainer_resumes_with_another_ep_size(source, alone, over_tp, tmp_path, text):
+    layout = parse_layout(text)
+    resume = functools.partial(train, source, tmp_path / "resumed", layout, over_tp[0] / "checkpoint-15")
+    for log in run_ranks(resume, count_ranks(layout)):
         require_run(log, tmp_path / "resumed" / "final", alone, start=15)
 
 
-def tuned(source, output, layout):
+def run_sft(source, output, layout):
     ranks = 1 if layout is None else layout.dp_size or 1
     samples = [
         {"input_ids": row["input_ids"], "labels": [-100, *row["input_ids"][1:]]}
@@ -263,7 +263,7 @@ def tuned(source, output, layout):
         shuffle_dataset=False,
         router_aux_loss_coef=0.0,
     )
-    model = loaded(source, layout)
+    model = load_model(source, layout)
     model.config.output_router_logits = False
     trainer = SFTTrainer(
         model, arguments, train_dataset=Dataset.from_list(samples), processing_class=_tokenizer(source)
@@ -284,10 +284,10 @@ def _tokenizer(source):
 
 
 @pytest.mark.parametrize("text", ["dp2+ep2", "tp2+sp+pp2+dp2+ep4"])
-def test_a_run_of_sft(source, tmp_path, text):
-    [expected] = run_ranks(tuned, 1, source, tmp_path, None)
-    layout = layout_of(text)
-    for losses in run_ranks(tuned, ranks_of(layout), source, tmp_path, layout, timeout=240):
+def test_sft_losses(source, tmp_path, text):
+    [expected] = run_ranks(run_sft, 1, source, tmp_path, None)
+    layout = parse_layout(text)
+    for losses in run_ranks(run_sft, count_ranks(layout), source, tmp_path, layout, timeout=240):
         assert len(losses) == 30
         assert losses == pytest.approx(expected, rel=1e-3, abs=1e-4)
 
@@ -295,8 +295,8 @@ def test_a_run_of_sft(source, tmp_path, text):
 # Checkpoints
 
 
-def stepped(source, layout, folder, resume=None):
-    model = loaded(source, layout)
+def train_one_step(source, layout, folder, resume=None):
+    model = load_model(source, layout)
     accelerator = Accelerator(cpu=True)
     model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-4))
     if resume is not None:
@@ -312,53 +312,53 @@ def stepped(source, layout, folder, resume=None):
 
 
 @pytest.mark.parametrize("model", CONFIGS)
-def test_states_move_between_sizes(sources, tmp_path, model):
-    """Weights and moments: three steps on ep 1, 2 and 4 are three steps in one process."""
+def test_states_move_between_ep_sizes(sources, tmp_path, model):
+    """Weights and moments: one step each on ep 1, 2 and 4 matches three single-process steps."""
     source, before = sources[model], None
     for step, text in enumerate(["dp2", "tp2+ep2", "dp4+ep4"]):
-        layout, folder = layout_of(text), tmp_path / str(step)
+        layout, folder = parse_layout(text), tmp_path / str(step)
         folder.mkdir()
-        run_ranks(stepped, ranks_of(layout), source, layout, folder, before)
+        run_ranks(train_one_step, count_ranks(layout), source, layout, folder, before)
         before = folder / "state"
     single, before = tmp_path / "single", None
     for step in range(3):
         folder = single / str(step)
         folder.mkdir(parents=True)
-        run_ranks(stepped, 1, source, None, folder, before)
+        run_ranks(train_one_step, 1, source, None, folder, before)
         before = folder / "state"
-    found, expected = (load_file(path / "2" / "merged" / "model.safetensors") for path in (tmp_path, single))
+    weights, expected = (load_file(path / "2" / "merged" / "model.safetensors") for path in (tmp_path, single))
     for name, weight in expected.items():
-        torch.testing.assert_close(found[name], weight, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(weights[name], weight, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("model", CONFIGS)
 @pytest.mark.parametrize("text", ["dp2+ep2", "dp4+ep4", "dp4+ep2+zero3", "tp2+etp2+dp2+ep2"])
-def test_saved_weights_are_those_that_were_loaded(sources, tmp_path, text, model):
-    """Bit by bit, as weights of one expert each, as they were, and in one process's files."""
+def test_saved_weights_equal_loaded_weights(sources, tmp_path, text, model):
+    """Bitwise equal, stored per expert as in the source, and split into the same files as a single-process save."""
     source = sources[model]
 
     def on_rank():
-        again = loaded(source, layout)
-        again.save_pretrained(tmp_path / "again")
-        again.save_pretrained(tmp_path / "several", max_shard_size="60KB")
+        ep_model = load_model(source, layout)
+        ep_model.save_pretrained(tmp_path / "again")
+        ep_model.save_pretrained(tmp_path / "several", max_shard_size="60KB")
 
-    layout = layout_of(text)
-    run_ranks(on_rank, ranks_of(layout))
-    loaded(source, None).save_pretrained(tmp_path / "one", max_shard_size="60KB")
+    layout = parse_layout(text)
+    run_ranks(on_rank, count_ranks(layout))
+    load_model(source, None).save_pretrained(tmp_path / "one", max_shard_size="60KB")
     index = "model.safetensors.index.json"
     assert (tmp_path / "several" / index).read_text() == (tmp_path / "one" / index).read_text()
-    found, expected = (load_file(path / "model.safetensors") for path in (tmp_path / "again", source))
-    assert found.keys() == expected.keys()
-    assert all(torch.equal(found[name], weight) for name, weight in expected.items())
+    weights, expected = (load_file(path / "model.safetensors") for path in (tmp_path / "again", source))
+    assert weights.keys() == expected.keys()
+    assert all(torch.equal(weights[name], weight) for name, weight in expected.items())
 
 
-# Text
+# Evaluation and generation
 
 
-def evaluated_to_the_shortest(source, layout):
-    """A loop whose ranks have other numbers of batches left."""
+def evaluate_uneven_batches(source, layout):
+    """Evaluation loop whose ranks have different numbers of batches."""
     configuration = DataLoaderConfiguration(dispatch_batches=False, even_batches=False)
-    model = loaded(source, layout)
+    model = load_model(source, layout)
     accelerator = Accelerator(cpu=True, dataloader_config=configuration)
     data = torch.utils.data.DataLoader(rows(14, 0), batch_size=2, collate_fn=collate)
     model, data = accelerator.prepare(model, data)
@@ -368,33 +368,35 @@ def evaluated_to_the_shortest(source, layout):
         return [model(**batch).loss.item() for batch in data]
 
 
-def test_an_evaluation_that_ends_unevenly_ends_on_all_ranks(source):
-    losses = run_ranks(evaluated_to_the_shortest, 2, source, MegatronConfig(dp_size=2, ep_size=2))
-    [alone] = run_ranks(evaluated_to_the_shortest, 1, source, None)
+def test_uneven_evaluation_ends_on_all_ranks(source):
+    losses = run_ranks(evaluate_uneven_batches, 2, source, MegatronConfig(dp_size=2, ep_size=2))
+    [expected] = run_ranks(evaluate_uneven_batches, 1, source, None)
     # Each rank reads every other batch.
-    assert [len(found) for found in losses] == [3, 3]
-    assert losses[0] == pytest.approx(alone[0:6:2], rel=1e-5) and losses[1] == pytest.approx(alone[1:6:2], rel=1e-5)
+    assert [len(rank_losses) for rank_losses in losses] == [3, 3]
+    assert losses[0] == pytest.approx(expected[0:6:2], rel=1e-5) and losses[1] == pytest.approx(
+        expected[1:6:2], rel=1e-5
+    )
 
 
-def generated(source, layout):
-    model = loaded(source, layout).eval()
+def generate_on_rank(source, layout):
+    model = load_model(source, layout).eval()
     prompts = [torch.tensor([[3, 4, 5, 6]]), torch.tensor([[9, 8, 7, 6, 5, 4, 3]])]
     lengths = (4, 12)
     state = parallel_state(model)
-    own = range(2) if state is None else [state.mesh.dp_rank]
-    return [model.generate(prompts[i], max_new_tokens=lengths[i], do_sample=False).tolist() for i in own]
+    indices = range(2) if state is None else [state.mesh.dp_rank]
+    return [model.generate(prompts[i], max_new_tokens=lengths[i], do_sample=False).tolist() for i in indices]
 
 
 @pytest.mark.parametrize("text", ["dp2+ep2", "dp2+ep2+zero3", "dp2+zero3"])
-def test_ranks_that_end_early_wait_for_the_others(source, text):
-    [expected] = run_ranks(generated, 1, source, None)
-    assert [one for [one] in run_ranks(generated, 2, source, layout_of(text))] == expected
+def test_uneven_generation_matches_single_process(source, text):
+    [expected] = run_ranks(generate_on_rank, 1, source, None)
+    assert [one for [one] in run_ranks(generate_on_rank, 2, source, parse_layout(text))] == expected
 
 
-# What cannot be
+# Rejected configurations
 
 _FEW = {"num_hidden_layers": 2, "hidden_size": 32, "vocab_size": 64, "num_attention_heads": 4}
-REFUSED = {
+REJECTED = {
     "no experts": (LlamaConfig(**_FEW), {"dp_size": 2, "ep_size": 2}, ConfigError, "has no MoE layers"),
     "a divisor": (
         Qwen3MoeConfig(**SMALL | {"num_experts": 5}),
@@ -418,9 +420,9 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("case", REFUSED)
-def test_what_cannot_be_is_named(case):
-    config, fields, error, message = REFUSED[case]
+@pytest.mark.parametrize("case", REJECTED)
+def test_unsupported_configs_are_rejected(case):
+    config, fields, error, message = REJECTED[case]
 
     def on_rank():
         with pytest.raises(error) as raised:
@@ -439,22 +441,22 @@ def test_what_cannot_be_is_named(case):
         ({"tp_size": 2, "etp_size": 1}, "etp_size = 1: expected 2"),
     ],
 )
-def test_sizes_that_cannot_be(fields, message):
+def test_invalid_sizes_are_rejected(fields, message):
     with pytest.raises(ConfigError, match=message):
         MegatronConfig(**fields)
 
 
-def test_megatrons_names():
-    """Megatron splits experts over tp unless it is told not to."""
+def test_megatron_etp_default():
+    """Megatron shards experts over tp by default."""
     arguments = {"tensor_model_parallel_size": 2, "expert_model_parallel_size": 4}
     assert MegatronConfig.from_megatron_args(arguments).etp_size == 2
     unsplit_experts = MegatronConfig.from_megatron_args(arguments | {"expert_tensor_parallel_size": 1})
     assert (unsplit_experts.ep_size, unsplit_experts.etp_size) == (4, 1)
 
 
-def test_experts_that_a_loop_exchanges_are_refused(source):
+def test_replaced_experts_are_rejected(source):
     def on_rank():
-        model = loaded(source, MegatronConfig(dp_size=2, ep_size=2))
+        model = load_model(source, MegatronConfig(dp_size=2, ep_size=2))
         model.model.layers[0].mlp.experts.forward = lambda hidden, chosen, weights: hidden
         ids = torch.arange(1, 9).view(1, 8)
         with pytest.raises(UnsupportedError, match=r"experts.forward was replaced.*ep_size=1"):
@@ -463,8 +465,8 @@ def test_experts_that_a_loop_exchanges_are_refused(source):
     run_ranks(on_rank, 2)
 
 
-def without_half_of_the_experts(source, layout, counted):
-    model = loaded(source, layout)
+def prune_half_the_experts(source, layout, counted):
+    model = load_model(source, layout)
     for layer in model.model.layers:
         experts, gate = layer.mlp.experts, layer.mlp.gate
         assert experts.num_experts == SMALL["num_experts"]
@@ -475,41 +477,41 @@ def without_half_of_the_experts(source, layout, counted):
         if counted:
             experts.num_experts = SMALL["num_experts"] // 2
     ids = torch.arange(1, 25).view(4, 6)
-    exchanged = "tied, untied or replaced" if layout.zero_stage == 3 else "layers.0.mlp.experts.*another number"
-    with pytest.raises(UnsupportedError, match=rf"{exchanged}.*in (one|a single) process"):
+    pattern = "tied, untied or replaced" if layout.zero_stage == 3 else "layers.0.mlp.experts.*another number"
+    with pytest.raises(UnsupportedError, match=rf"{pattern}.*in (one|a single) process"):
         model(input_ids=ids, output_router_logits=False)
 
 
 @pytest.mark.parametrize("counted", [True, False])
 @pytest.mark.parametrize("text", ["dp2+ep2", "dp2+ep2+zero3", "tp2+sp+ep2"])
-def test_experts_that_a_loop_prunes_are_refused(source, text, counted):
-    run_ranks(without_half_of_the_experts, 2, source, layout_of(text), counted)
+def test_pruned_experts_are_rejected(source, text, counted):
+    run_ranks(prune_half_the_experts, 2, source, parse_layout(text), counted)
 
 
-# What is seen of it
+# Expert load
 
 
 def counted(source, layout):
-    """Tokens of each expert in two training forwards, by the library or, in one process, by hooks."""
-    model = loaded(source, layout).train()
+    """Counts the tokens per expert in two training forwards, with the library or, in a single process, with hooks."""
+    model = load_model(source, layout).train()
     state, tokens = parallel_state(model), {}
 
-    def note(module, args, name):
+    def record(module, args, name):
         counts = torch.bincount(args[1].flatten(), minlength=SMALL["num_experts"])
         tokens[name] = tokens.get(name, 0) + counts
 
     if state is None:
         for name, module in model.named_modules():
             if name.endswith(".experts"):
-                module.register_forward_pre_hook(functools.partial(note, name=name))
+                module.register_forward_pre_hook(functools.partial(record, name=name))
     for step in range(2):
         ids = torch.arange(1, 53).view(4, 13) + step
-        own = ids if state is None else ids.tensor_split(state.mesh.dp_size)[state.mesh.dp_rank]
-        model(input_ids=own, labels=own).loss.backward()
+        local_ids = ids if state is None else ids.tensor_split(state.mesh.dp_size)[state.mesh.dp_rank]
+        model(input_ids=local_ids, labels=local_ids).loss.backward()
     with torch.no_grad():
         model.eval()(input_ids=ids)
     if state is None:
-        # Of the evaluation too.
+        # Includes the evaluation.
         return tokens
     load = hf_megatron.expert_load(model)
     assert not hf_megatron.expert_load(model).tokens.any()
@@ -517,32 +519,32 @@ def counted(source, layout):
 
 
 @pytest.mark.parametrize("text", ["dp2+ep2", "tp2+sp+ep2", "dp2+tp2+etp2+ep2", "pp2+dp2+ep2+mb1", "cp2+ep2"])
-def test_tokens_of_experts_are_counted(source, text):
-    [expected] = run_ranks(counted_in_training, 1, source)
-    layout = layout_of(text)
-    for tokens, sent, idle in run_ranks(counted, ranks_of(layout), source, layout):
+def test_expert_token_counts(source, text):
+    [expected] = run_ranks(count_training_tokens, 1, source)
+    layout = parse_layout(text)
+    for tokens, sent, idle in run_ranks(counted, count_ranks(layout), source, layout):
         assert tokens.keys() == expected.keys()
         assert all(torch.equal(tokens[name], expected[name]) for name in expected)
         assert sent > 0 and 0 <= idle < 1
 
 
-def counted_in_training(source):
-    evaluated = AutoModelForCausalLM.from_pretrained(source)
-    without = type(evaluated).forward
+def count_training_tokens(source):
+    model = AutoModelForCausalLM.from_pretrained(source)
+    original_forward = type(model).forward
 
     def forward(self, *args, **kwargs):
-        return without(self, *args, **kwargs) if self.training else None
+        return original_forward(self, *args, **kwargs) if self.training else None
 
-    type(evaluated).forward = forward
+    type(model).forward = forward
     try:
         return counted(source, None)
     finally:
-        type(evaluated).forward = without
+        type(model).forward = original_forward
 
 
-def test_trainer_logs_the_load_of_experts(source, tmp_path):
+def test_trainer_logs_expert_load(source, tmp_path):
     def on_rank():
-        model = loaded(source, MegatronConfig(dp_size=2, ep_size=2))
+        model = load_model(source, MegatronConfig(dp_size=2, ep_size=2))
         trainer = Trainer(
             model,
             TrainingArguments(str(tmp_path), **OPTIONS | {"max_steps": 2, "eval_strategy": "no"}),
@@ -550,20 +552,20 @@ def test_trainer_logs_the_load_of_experts(source, tmp_path):
             data_collator=collate,
             callbacks=[hf_megatron.ExpertLoadCallback(limit=1.0001, directory=tmp_path / "load")],
         )
-        with warnings.catch_warnings(record=True) as seen:
+        with warnings.catch_warnings(record=True) as records:
             warnings.simplefilter("always")
             trainer.train()
-        texts = [str(one.message) for one in seen if "most for expert" in str(one.message)]
+        texts = [str(one.message) for one in records if "most for expert" in str(one.message)]
         return trainer.state.log_history[0], texts
 
-    (logs, texts), (_, nothing) = run_ranks(on_rank, 2)
+    (logs, texts), (_, other_texts) = run_ranks(on_rank, 2)
     assert logs["expert_load/model.layers.1.mlp.experts"] >= logs["expert_load_of_ranks"] >= 1
     assert logs["expert_mib_sent"] > 0 and 0 <= logs["experts_idle"] < 1
-    assert texts and not nothing
+    assert texts and not other_texts
     assert texts[0].startswith("model.layers.") and "most for expert" in texts[0]
     assert [path.name for path in sorted((tmp_path / "load").iterdir())] == ["experts-step1.png", "experts-step2.png"]
 
 
-def test_load_of_a_model_without_experts(source):
+def test_expert_load_requires_expert_parallelism(source):
     with pytest.raises(ConfigError, match="expert_load: Qwen3MoeForCausalLM has no expert-parallel layers"):
         hf_megatron.expert_load(AutoModelForCausalLM.from_pretrained(source))

@@ -1,4 +1,4 @@
-"""Evaluation over pipeline stages: generate() with every cache, and losses and predictions, equal to one process."""
+"""Tests of evaluation with pipeline parallelism: generate() with every cache type, losses and predictions."""
 
 import time
 
@@ -32,7 +32,7 @@ NEW_TOKENS = 14
 # Sliding and full attention, learned positions, positions from the mask, alibi, experts, state space layers.
 FAMILIES = ["granite", "cohere2", "gemma2", "gemma3_text", "gpt_oss", "gpt2", "gpt_neox", "phi", "falcon", "bloom"]
 FAMILIES += ["opt", "qwen3_moe", "qwen3_next", "lfm2_moe", "mamba"]
-# The cache of a state space layer is another, with its own way to be reordered.
+# State space layers have a different cache type, with its own reordering for beam search.
 BEAMS = ("qwen3_next", "lfm2_moe")
 TP2_PP2 = ConfigUnderTest(pp_size=2, tp_size=2)
 LAYOUTS = [
@@ -44,9 +44,9 @@ LAYOUTS = [
 
 
 def make_model(directory, model_type, layers=None):
-    """A tiny model on disk whose windows are shorter than what is generated."""
+    """Saves a tiny model whose attention windows are shorter than the generated sequences."""
     config = tiny_config(AutoConfig.for_model(model_type))
-    # A tied head repeats the last token, whatever came before.
+    # A tied head would repeat the last token regardless of the context.
     config.tie_word_embeddings = False
     if layers is not None:
         kinds = config.layer_types
@@ -65,8 +65,8 @@ def load(directory, config):
     return model
 
 
-def prompts():
-    """Three rows, padded on the left."""
+def make_prompts():
+    """Returns three left-padded prompts."""
     ids = torch.randint(3, 110, (3, 7), generator=torch.Generator().manual_seed(3))
     mask = torch.ones_like(ids)
     mask[1, :3] = mask[2, :5] = 0
@@ -75,25 +75,25 @@ def prompts():
 
 def generate(model, **kwargs):
     defaults = {"do_sample": False, "use_cache": True, "max_new_tokens": NEW_TOKENS}
-    return model.generate(**(prompts() | defaults | kwargs))
+    return model.generate(**(make_prompts() | defaults | kwargs))
 
 
-def tokens_and_logits(directory, config, kinds):
-    """For each kind of generation the tokens and what they were chosen from."""
+def generate_tokens_and_logits(directory, config, kinds):
+    """Returns the tokens and the logits they were chosen from, for each set of generation arguments."""
     model = load(directory, config)
     outputs = [generate(model, return_dict_in_generate=True, output_logits=True, **kind) for kind in kinds]
     return [(output.sequences, torch.stack(output.logits)) for output in outputs]
 
 
-def of_families(directories, config):
+def generate_for_families(directories, config):
     return {
-        name: tokens_and_logits(directory, config, [{}, {"num_beams": 2}] if name in BEAMS else [{}])
+        name: generate_tokens_and_logits(directory, config, [{}, {"num_beams": 2}] if name in BEAMS else [{}])
         for name, directory in directories.items()
     }
 
 
-def difference(found, expected):
-    """The largest difference between logits, infinite where tokens differ."""
+def compute_logit_difference(found, expected):
+    """Returns the largest difference between logits, or infinity if tokens differ."""
     pairs = [*zip(found, expected, strict=True)]
     if not all(torch.equal(tokens, reference) for (tokens, _), (reference, _) in pairs):
         return float("inf")
@@ -102,23 +102,23 @@ def difference(found, expected):
 
 @pytest.fixture(scope="module")
 def families(tmp_path_factory):
-    """What each family generates in one process, and on both ranks of one job."""
+    """Generations of each family in a single process, and on both pipeline ranks."""
     directories = {model_type: make_model(tmp_path_factory.mktemp(model_type), model_type) for model_type in FAMILIES}
-    return of_families(directories, None), run_ranks(of_families, 2, directories, PP2)
+    return generate_for_families(directories, None), run_ranks(generate_for_families, 2, directories, PP2)
 
 
 @pytest.mark.parametrize("model_type", FAMILIES)
-def test_every_family_equals_one_process(families, model_type):
+def test_families_match_single_process(families, model_type):
     expected, ranks = families
-    for found in ranks:
-        assert difference(found[model_type], expected[model_type]) < 1e-4
+    for outputs in ranks:
+        assert compute_logit_difference(outputs[model_type], expected[model_type]) < 1e-4
 
 
 @pytest.fixture(scope="module")
 def gemma(tmp_path_factory):
-    """A model of sliding and full layers, and what it generates in one process."""
+    """Model with sliding and full attention layers, and its single-process generations."""
     directory = make_model(tmp_path_factory.mktemp("gemma"), "gemma3_text", layers=5)
-    return directory, tokens_and_logits(directory, None, KINDS)
+    return directory, generate_tokens_and_logits(directory, None, KINDS)
 
 
 KINDS = [
@@ -132,33 +132,33 @@ KINDS = [
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda config: f"{config.layout()}-{config.pipeline_schedule}")
 def test_caches_on_every_layout(gemma, layout):
     directory, expected = gemma
-    for found in run_ranks(tokens_and_logits, layout.ranks_per_replica, directory, layout, KINDS):
-        assert difference(found, expected) < 1e-4
+    for outputs in run_ranks(generate_tokens_and_logits, layout.ranks_per_replica, directory, layout, KINDS):
+        assert compute_logit_difference(outputs, expected) < 1e-4
 
 
-def test_lengths_that_are_not_kept_change_the_tokens(gemma):
+def test_missing_cache_advance_changes_tokens(gemma):
     directory, expected = gemma
 
-    def sabotaged():
+    def generate_without_advance():
         StagedCache.advance = lambda self, inputs: None
-        return tokens_and_logits(directory, PP2, [{}])
+        return generate_tokens_and_logits(directory, PP2, [{}])
 
-    for found in run_ranks(sabotaged, 2):
-        assert difference(found, expected[:1]) == float("inf")
+    for outputs in run_ranks(generate_without_advance, 2):
+        assert compute_logit_difference(outputs, expected[:1]) == float("inf")
 
 
-def test_a_past_that_another_stage_of_the_rank_moved_is_seen(gemma):
+def test_cache_shared_between_stages_raises(gemma):
     directory, _ = gemma
 
-    def sabotaged():
+    def generate_with_shared_cache():
         StagedCache.seen_by = lambda self, stage: self.cache
-        return tokens_and_logits(directory, LAYOUTS[-1], [{}])
+        return generate_tokens_and_logits(directory, LAYOUTS[-1], [{}])
 
     with pytest.raises(RankError, match="The size of tensor"):
-        run_ranks(sabotaged, 2)
+        run_ranks(generate_with_shared_cache, 2)
 
 
-class Tokens(BaseStreamer):
+class RecordingStreamer(BaseStreamer):
     def __init__(self):
         self.seen = []
 
@@ -169,8 +169,8 @@ class Tokens(BaseStreamer):
         self.seen.append(None)
 
 
-class AfterSeconds(StoppingCriteria):
-    """Decides by this rank's clock."""
+class LocalTimeLimit(StoppingCriteria):
+    """Stops by the clock of this rank."""
 
     def __init__(self, seconds):
         self.end = time.monotonic() + seconds
@@ -179,33 +179,33 @@ class AfterSeconds(StoppingCriteria):
         return torch.full((input_ids.shape[0],), time.monotonic() > self.end)
 
 
-def many_ways(directory, config):
-    """Everything else that a generation can be asked for; tensors and lists of tensors."""
+def run_generation_modes(directory, config):
+    """Runs further generation modes: scores, streaming, assistants, embeddings, and caches edited by the user."""
     model = load(directory, config)
     rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
     results = {}
     full = generate(model, return_dict_in_generate=True, output_scores=True, output_logits=True)
     results["scores"], results["logits"] = torch.stack(full.scores), torch.stack(full.logits)
-    streamer = Tokens() if rank == 0 else None
-    one = {"input_ids": prompts()["input_ids"][:1], "attention_mask": prompts()["attention_mask"][:1]}
+    streamer = RecordingStreamer() if rank == 0 else None
+    one = {"input_ids": make_prompts()["input_ids"][:1], "attention_mask": make_prompts()["attention_mask"][:1]}
     results["streamed"] = generate(model, streamer=streamer, **one)
     if rank == 0:
         assert len(streamer.seen) == NEW_TOKENS + 2
     results["lookup"] = generate(model, prompt_lookup_num_tokens=3, **one)
     results["assistant"] = generate(model, assistant_model=load(directory, None), **one)
-    embeddings = model.get_input_embeddings()(prompts()["input_ids"])
+    embeddings = model.get_input_embeddings()(make_prompts()["input_ids"])
     results["embeddings"] = generate(model, input_ids=None, inputs_embeds=embeddings)
 
-    # A cache of the user's, without a config, over two generations; then cropped, repeated and chosen from.
+    # A user-created cache without a config, over two generations; then cropped, repeated and indexed.
     cache = DynamicCache()
     start = generate(model, past_key_values=cache, max_new_tokens=3)
-    mask = torch.cat([prompts()["attention_mask"], torch.ones(3, 3, dtype=torch.long)], 1)
+    mask = torch.cat([make_prompts()["attention_mask"], torch.ones(3, 3, dtype=torch.long)], 1)
     results["continued"] = generate(
         model, input_ids=start, attention_mask=mask, past_key_values=cache, max_new_tokens=5
     )
     with torch.no_grad():
         cache = DynamicCache()
-        ids = prompts()["input_ids"]
+        ids = make_prompts()["input_ids"]
         output = model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=2)
         assert output.past_key_values is cache and output.logits.shape[1] == 2
         cache.crop(-2)
@@ -219,60 +219,60 @@ def many_ways(directory, config):
     return results
 
 
-def test_everything_else_that_generate_can_do(stories):
-    expected = many_ways(stories, None)
-    for found in run_ranks(many_ways, 2, stories, PP2):
-        assert found.keys() == expected.keys()
+def test_generation_modes(stories):
+    expected = run_generation_modes(stories, None)
+    for results in run_ranks(run_generation_modes, 2, stories, PP2):
+        assert results.keys() == expected.keys()
         for name, value in expected.items():
-            torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-4, msg=lambda m, n=name: f"{n}: {m}")
+            torch.testing.assert_close(results[name], value, rtol=1e-4, atol=1e-4, msg=lambda m, n=name: f"{n}: {m}")
 
 
-def quantized(directory, config):
+def generate_with_quantized_cache(directory, config):
     model = load(directory, config)
     cache = QuantizedCache("fp8", model.config)
     return generate(model, past_key_values=cache, num_beams=2)
 
 
-def test_a_quantised_cache(stories):
-    expected = quantized(stories, None)
-    for found in run_ranks(quantized, 2, stories, PP2):
-        assert torch.equal(found, expected)
+def test_quantized_cache(stories):
+    expected = generate_with_quantized_cache(stories, None)
+    for tokens in run_ranks(generate_with_quantized_cache, 2, stories, PP2):
+        assert torch.equal(tokens, expected)
 
 
 @pytest.mark.parametrize("layout", [PP2, TP2_PP2], ids=lambda config: config.layout())
-def test_ranks_draw_the_same_tokens_and_stop_together(stories, layout):
+def test_sampling_and_stopping_agree_across_ranks(stories, layout):
     def sample():
         rank = torch.distributed.get_rank()
         set_seed(rank)
         model = load(stories, layout)
-        sampled = [generate(model, do_sample=True, top_k=0) for _ in range(2)]
-        # Dropout draws from each stage's own layers.
+        sequences = [generate(model, do_sample=True, top_k=0) for _ in range(2)]
+        # Dropout draws separately on each stage.
         model.config.attention_dropout = 0.5
         for layer in model.modules():
             if "attention_dropout" in vars(layer):
                 layer.attention_dropout = 0.5
-        sampled.append(generate(model.train(), do_sample=True, top_k=0))
+        sequences.append(generate(model.train(), do_sample=True, top_k=0))
         model.eval()
-        # A clock that runs on one rank only, and one that runs out at different times.
-        criteria = StoppingCriteriaList([AfterSeconds(0.0 if rank == 0 else 1e6)])
-        sampled.append(generate(model, stopping_criteria=criteria))
-        sampled.append(generate(model, max_time=0.05 + rank, max_new_tokens=300))
-        return sampled
+        # A time limit that expires on one rank only, and one that expires at different times.
+        criteria = StoppingCriteriaList([LocalTimeLimit(0.0 if rank == 0 else 1e6)])
+        sequences.append(generate(model, stopping_criteria=criteria))
+        sequences.append(generate(model, max_time=0.05 + rank, max_new_tokens=300))
+        return sequences
 
     first, *others = run_ranks(sample, layout.ranks_per_replica)
     for other in others:
         assert all(torch.equal(*pair) for pair in zip(other, first, strict=True))
     assert not torch.equal(first[0], first[1])
-    assert first[3].shape[1] == prompts()["input_ids"].shape[1] + 1
+    assert first[3].shape[1] == make_prompts()["input_ids"].shape[1] + 1
 
 
-def test_caches_that_a_pipeline_cannot_keep_are_refused_by_name(stories):
+def test_unsupported_caches_are_rejected(stories):
     class OwnCache(DynamicCache):
         pass
 
-    def refused():
+    def on_rank():
         model = load(stories, PP2)
-        ids = prompts()["input_ids"]
+        ids = make_prompts()["input_ids"]
         with torch.no_grad(), pytest.raises(UnsupportedError, match=r"OwnCache.*use_cache=False"):
             model(input_ids=ids, past_key_values=OwnCache())
         offloaded = DynamicCache()
@@ -286,13 +286,13 @@ def test_caches_that_a_pipeline_cannot_keep_are_refused_by_name(stories):
         with pytest.raises(UnsupportedError, match="past_key_values in a training step"):
             model.train()(input_ids=ids, labels=ids, past_key_values=DynamicCache())
 
-    run_ranks(refused, 2)
+    run_ranks(on_rank, 2)
 
 
 # Evaluation
 
 
-def rows(count, length=21):
+def make_dataset(count, length=21):
     generator = torch.Generator().manual_seed(count)
     result = []
     for index in range(count):
@@ -308,7 +308,7 @@ def accuracy(prediction):
 
 
 def evaluate(stories, output, config, evaluation_rows):
-    """Trainer's evaluation with and without metrics, and a plain loop."""
+    """Evaluates with Trainer, with and without metrics, and with a plain loop."""
     model = AutoModelForCausalLM.from_pretrained(stories, megatron_config=config)
     defaults = {"per_device_eval_batch_size": 3, "use_cpu": True, "report_to": [], "disable_tqdm": True}
     state = parallel_state(model)
@@ -316,16 +316,16 @@ def evaluate(stories, output, config, evaluation_rows):
     if state is not None:
         broadcast = state.pipeline.runner.transport.broadcast
 
-        def counted(tensors, source):
+        def count_and_broadcast(tensors, source):
             received = broadcast(tensors, source)
             sent.append(sum(tensor.numel() for tensor in received))
             return received
 
-        state.pipeline.runner.transport.broadcast = counted
+        state.pipeline.runner.transport.broadcast = count_and_broadcast
 
     def trainer(**kwargs):
         arguments = TrainingArguments(str(output), **(defaults | kwargs.pop("arguments", {})))
-        dataset = rows(evaluation_rows)
+        dataset = make_dataset(evaluation_rows)
         return Trainer(model, arguments, eval_dataset=dataset, data_collator=default_data_collator, **kwargs)
 
     metrics = []
@@ -338,22 +338,24 @@ def evaluate(stories, output, config, evaluation_rows):
     )
     result = with_metrics.evaluate()
     metrics += [result["eval_loss"], result["eval_accuracy"]]
-    prediction = only_loss.predict(rows(4))
+    prediction = only_loss.predict(make_dataset(4))
     metrics.append(prediction.metrics["test_loss"])
     model.eval()
     logits = []
     for start in range(0, evaluation_rows, 3):
-        batch = default_data_collator(rows(evaluation_rows)[start : start + 3])
+        batch = default_data_collator(make_dataset(evaluation_rows)[start : start + 3])
         with torch.no_grad():
             output = model(**batch)
             metrics.append(output.loss.item())
-            # As many positions as rows.
-            kept = model(input_ids=batch["input_ids"], logits_to_keep=torch.arange(len(batch["labels"]))).logits
-            logits += [output.logits, model(input_ids=batch["input_ids"]).logits, kept]
+            # As many positions as samples.
+            subset_logits = model(
+                input_ids=batch["input_ids"], logits_to_keep=torch.arange(len(batch["labels"]))
+            ).logits
+            logits += [output.logits, model(input_ids=batch["input_ids"]).logits, subset_logits]
     return metrics, prediction.predictions, logits, largest
 
 
-# Seven rows end in a batch of one; five microbatches are more than any batch has rows.
+# Seven samples end in a batch of one; four microbatches exceed the batch size of three.
 @pytest.mark.parametrize(
     "layout",
     [
@@ -363,7 +365,7 @@ def evaluate(stories, output, config, evaluation_rows):
     ],
     ids=lambda config: f"{config.layout()}-{config.pipeline_schedule}",
 )
-def test_evaluation_equals_one_process(stories, tmp_path, layout):
+def test_evaluation_matches_single_process(stories, tmp_path, layout):
     layout = ConfigUnderTest(**layout.to_dict())
     [expected] = run_ranks(evaluate, 1, stories, tmp_path / "one", None, 7)
     for metrics, predictions, logits, largest in run_ranks(
@@ -371,7 +373,7 @@ def test_evaluation_equals_one_process(stories, tmp_path, layout):
     ):
         assert metrics == pytest.approx(expected[0], rel=2e-5)
         np.testing.assert_allclose(predictions, expected[1], atol=1e-3)
-        for found, reference in zip(logits, expected[2], strict=True):
-            torch.testing.assert_close(found, reference, rtol=0, atol=1e-3)
-        # Only losses travelled while nobody asked for logits.
+        for actual, reference in zip(logits, expected[2], strict=True):
+            torch.testing.assert_close(actual, reference, rtol=0, atol=1e-3)
+        # Only losses were broadcast, because no logits were requested.
         assert 0 < largest <= 3

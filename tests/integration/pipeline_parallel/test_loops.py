@@ -1,4 +1,4 @@
-"""What loops do around the calls of a pipelined model: inputs made with its parts, arguments of `None`."""
+"""Tests of training loops around a pipelined model: user-computed embeddings, `None` arguments, off-stage modules."""
 
 import pytest
 import torch
@@ -22,20 +22,22 @@ def load(path, text):
     return AutoModelForCausalLM.from_pretrained(path, **config).train()
 
 
-def embeddings_of_its_own(path, text, prompts):
-    """Losses of steps, then of an evaluation; the embedding is frozen for the last step."""
+def run_user_embeddings(path, text, prompts):
+    """Trains and evaluates on embeddings computed by the loop; the embedding is frozen in the last step."""
     model, prompt = load(path, text), nn.Parameter(torch.linspace(-1, 1, 64).view(1, 2, 32))
     optimizer = prepare_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
     losses = []
     for seed in range(3):
-        own = local_samples(model, make_batch(seed))
+        local_batch = local_samples(model, batch(seed))
         embedding = model.get_input_embeddings()
         embedding.requires_grad_(seed < 2)
-        inputs = embedding(own["input_ids"]) * 1.3
-        loss = model(inputs_embeds=inputs, labels=own["labels"]).loss
+        inputs = embedding(local_batch["input_ids"]) * 1.3
+        loss = model(inputs_embeds=inputs, labels=local_batch["labels"]).loss
         if seed == 1 and prompts:
-            prompted = torch.cat([prompt.expand(len(inputs), -1, -1), embedding(own["input_ids"]) + 0.1], dim=1)
-            loss = loss + model(inputs_embeds=prompted).logits.float().square().mean()
+            prompt_embeds = torch.cat(
+                [prompt.expand(len(inputs), -1, -1), embedding(local_batch["input_ids"]) + 0.1], dim=1
+            )
+            loss = loss + model(inputs_embeds=prompt_embeds).logits.float().square().mean()
         loss.backward()
         losses.append(loss.detach())
         optimizer.step()
@@ -52,15 +54,15 @@ def embeddings_of_its_own(path, text, prompts):
 
 
 @pytest.mark.parametrize("text", ["pp2", "pp2+split", "pp2+dp2"])
-def test_embeddings_of_its_own(folder, text):
-    # Gradients of prompts would be those of the data parallel rank's rows.
+def test_user_computed_embeddings(folder, text):
+    # With data parallelism, prompt gradients would cover the local samples only.
     prompts = "dp" not in text
-    expected = embeddings_of_its_own(folder, None, prompts)
-    for found in run_ranks(lambda: embeddings_of_its_own(folder, text, prompts), 4 if "dp" in text else 2):
-        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+    expected = run_user_embeddings(folder, None, prompts)
+    for losses in run_ranks(lambda: run_user_embeddings(folder, text, prompts), 4 if "dp" in text else 2):
+        torch.testing.assert_close(losses, expected, rtol=1e-5, atol=1e-6)
 
 
-def test_values_of_embeddings_that_are_elsewhere(folder):
+def test_off_stage_embedding_values_raise(folder):
     def on_rank():
         model = load(folder, "pp2")
         inputs = model.get_input_embeddings()(make_batch(0)["input_ids"])
@@ -72,28 +74,28 @@ def test_values_of_embeddings_that_are_elsewhere(folder):
     assert sorted(run_ranks(on_rank, 2)) == ["OffStageActivation", "Tensor"]
 
 
-def arguments_of_none(path, text):
-    """Values of calls with fewer rows than microbatches."""
+def run_none_arguments(path, text):
+    """Runs calls with fewer samples than microbatches and most arguments `None`."""
     model = load(path, text)
-    own = {name: value[:3] for name, value in make_batch(0).items()}
-    nothing = dict.fromkeys(("labels", "num_items_in_batch", "attention_mask", "position_ids", "shift_labels"))
-    found = [
-        model(**{**nothing, "input_ids": own["input_ids"]}).logits.float().square().mean(),
-        model(**{**nothing, **own}).loss,
-        model(**{**nothing, **own, "shift_labels": own["labels"]}).loss,
+    samples = {name: value[:3] for name, value in batch(0).items()}
+    none_kwargs = dict.fromkeys(("labels", "num_items_in_batch", "attention_mask", "position_ids", "shift_labels"))
+    values = [
+        model(**{**none_kwargs, "input_ids": samples["input_ids"]}).logits.float().square().mean(),
+        model(**{**none_kwargs, **samples}).loss,
+        model(**{**none_kwargs, **samples, "shift_labels": samples["labels"]}).loss,
     ]
-    sum(found).backward()
-    found.append(torch.nn.utils.get_total_norm([p.grad for p in model.parameters()]))
+    sum(values).backward()
+    values.append(torch.nn.utils.get_total_norm([p.grad for p in model.parameters()]))
     with torch.no_grad():
-        found.append(model.eval()(**{**nothing, "input_ids": own["input_ids"]}).logits.float().mean())
-    return torch.stack([value.detach() for value in found])
+        values.append(model.eval()(**{**none_kwargs, "input_ids": samples["input_ids"]}).logits.float().mean())
+    return torch.stack([value.detach() for value in values])
 
 
 @pytest.mark.parametrize("text", ["pp2", "pp2+split"])
-def test_arguments_of_none(folder, text):
-    expected = arguments_of_none(folder, None)
-    for found in run_ranks(lambda: arguments_of_none(folder, text), 2):
-        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+def test_none_arguments(folder, text):
+    expected = run_none_arguments(folder, None)
+    for values in run_ranks(lambda: run_none_arguments(folder, text), 2):
+        torch.testing.assert_close(values, expected, rtol=1e-5, atol=1e-6)
 
 
 READINGS = (
@@ -116,7 +118,7 @@ READINGS = (
 )
 
 
-def test_logits_of_a_training_call_with_labels(folder):
+def test_training_logits_with_labels_raise(folder):
     def on_rank():
         output = load(folder, "pp2")(**make_batch(0))
         for reading in READINGS:
@@ -128,7 +130,7 @@ def test_logits_of_a_training_call_with_labels(folder):
     run_ranks(on_rank, 2)
 
 
-PARTS = {
+WEIGHT_READS = {
     "mlp": lambda model: model.model.layers[1].mlp.gate_proj.weight.tolist(),
     "self_attn": lambda model: model.model.layers[0].self_attn.q_proj.weight.tolist(),
     "weight": lambda model: model.lm_head.weight.sum().item(),
@@ -137,55 +139,55 @@ PARTS = {
 }
 
 
-def tie(model):
+def tie_head(model):
     model.lm_head.weight = model.model.embed_tokens.weight
 
 
-def give_a_layer_another_part(model):
+def replace_layer_mlps(model):
     for layer in model.model.layers:
         layer.mlp = nn.Identity()
 
 
-def test_parts_of_other_stages(folder):
+def test_off_stage_modules(folder):
     def on_rank():
         model = load(folder, "pp2")
         assert model.lm_head.weight.shape == model.get_input_embeddings().weight.shape == (64, 32)
         assert model.lm_head.weight.dtype == torch.float32
-        refused = set()
-        for name, read in PARTS.items():
+        unreadable = set()
+        for name, read in WEIGHT_READS.items():
             try:
                 read(model)
             except UnsupportedError as error:
                 assert "lies on stage" in str(error)
-                refused.add(name)
-        off_stage_layer = model.model.layers[0 if "self_attn" in refused else 1]
+                unreadable.add(name)
+        off_stage_layer = model.model.layers[0 if "self_attn" in unreadable else 1]
         assert model.model.norm.variance_epsilon == model.config.rms_norm_eps
         assert off_stage_layer.mlp.hidden_size == 32 and not hasattr(off_stage_layer.mlp, "rotary_emb")
         assert off_stage_layer.mlp.gate_proj.weight is dict(off_stage_layer.named_parameters())["mlp.gate_proj.weight"]
         with pytest.raises(UnsupportedError, match="A LlamaMLP was called alone"):
             off_stage_layer.mlp(torch.zeros(1, 1, 32))
         with pytest.raises(UnsupportedError, match="mlp of a LlamaDecoderLayer: it lies on stage"):
-            give_a_layer_another_part(model)
-        if "self_attn" not in refused:
+            replace_layer_mlps(model)
+        if "self_attn" not in unreadable:
             with pytest.raises(UnsupportedError, match="weight of a Linear: it lies on stage 1"):
-                tie(model)
-        return refused
+                tie_head(model)
+        return unreadable
 
     assert run_ranks(on_rank, 2) == [{"mlp", "weight", "norm"}, {"self_attn", "embedding"}]
 
 
-def train_one_stage_only(path, text, part):
-    """Losses of steps of an optimizer that has what one stage holds."""
+def train_matching_parameters(path, text, part):
+    """Trains only the parameters whose name contains `part`, which are all on one stage."""
     model = load(path, text)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(part in name)
-    chosen = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer = prepare_optimizer(torch.optim.AdamW(chosen, lr=0.01))
+    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = prepare_optimizer(torch.optim.AdamW(trainable, lr=0.01))
     losses = []
     for seed in range(3):
         loss = model(**local_samples(model, make_batch(seed))).loss
         loss.backward()
-        losses.append(torch.nn.utils.clip_grad_norm_(chosen, 0.5).item())
+        losses.append(torch.nn.utils.clip_grad_norm_(trainable, 0.5).item())
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
@@ -194,14 +196,14 @@ def train_one_stage_only(path, text, part):
 
 @pytest.mark.parametrize("part", ["lm_head", "layers.0", "embed_tokens"])
 @pytest.mark.parametrize("text", ["pp2", "pp2+dp2"])
-def test_parameters_of_one_stage(folder, text, part):
-    expected = train_one_stage_only(folder, None, part)
-    for found in run_ranks(lambda: train_one_stage_only(folder, text, part), 4 if "dp" in text else 2):
-        assert found == pytest.approx(expected, rel=2e-5)
+def test_optimizer_with_one_stage_parameters(folder, text, part):
+    expected = train_matching_parameters(folder, None, part)
+    for losses in run_ranks(lambda: train_matching_parameters(folder, text, part), 4 if "dp" in text else 2):
+        assert losses == pytest.approx(expected, rel=2e-5)
 
 
 @pytest.mark.parametrize("prepared", [False, True])
-def test_products_of_all_parameters_are_refused(folder, prepared):
+def test_non_elementwise_optimizers_are_rejected(folder, prepared):
     def on_rank():
         model = load(folder, "pp2")
         with pytest.raises(UnsupportedError, match="LBFGS may combine values of all parameters"):
@@ -224,7 +226,7 @@ def test_products_of_all_parameters_are_refused(folder, prepared):
 
 
 def step_in_evaluation_mode(path, text):
-    """A step of a model without dropout; the rows of the replicas have unequal numbers of labels."""
+    """Runs a training step in eval mode; the replicas have unequal numbers of labels."""
     model = load(path, text).eval()
     optimizer = prepare_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
     full_batch = make_batch(0)
@@ -237,10 +239,10 @@ def step_in_evaluation_mode(path, text):
 
 
 @pytest.mark.parametrize("text", ["pp2", "dp2", "pp2+dp2"])
-def test_evaluation_mode_trains_on_the_global_batch(folder, text):
+def test_eval_mode_trains_on_global_batch(folder, text):
     [(expected, after)] = run_ranks(step_in_evaluation_mode, 1, folder, None)
-    config = parse_layout(text)
-    found = run_ranks(step_in_evaluation_mode, config.ranks_per_replica * (config.dp_size or 1), folder, text)
-    assert all(loss == pytest.approx(expected, rel=1e-5) for loss, _ in found)
-    sums = found[0][1] if text == "pp2" else found[0][1] + found[-1][1]
+    config = layout(text)
+    results = run_ranks(step_in_evaluation_mode, config.ranks_per_replica * (config.dp_size or 1), folder, text)
+    assert all(loss == pytest.approx(expected, rel=1e-5) for loss, _ in results)
+    sums = results[0][1] if text == "pp2" else results[0][1] + results[-1][1]
     assert sums == pytest.approx(after, rel=1e-3, abs=1e-3)

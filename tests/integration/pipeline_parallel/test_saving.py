@@ -1,4 +1,4 @@
-"""Saving and resuming from pipeline stages: whole files from all of them, and a state that fits any other layout."""
+"""Tests of saving and resuming with pipeline parallelism: merged files, and training states that fit any layout."""
 
 import json
 import shutil
@@ -32,13 +32,13 @@ def layout(**sizes):
     return ConfigUnderTest(num_microbatches=4, **sizes)
 
 
-def ranks_of(config):
+def count_ranks(config):
     return 1 if config is None else config.ranks_per_replica * (config.dp_size or 1)
 
 
 @pytest.fixture(scope="module")
 def tiny_models(tmp_path_factory):
-    """Tiny models of four layers by model type, untied and tied, with experts that transformers fuses as it loads."""
+    """Tiny four-layer models by type: untied, tied, and with experts that transformers fuses on load."""
     folders = {}
     for model_type in ("llama", "gpt2", "gemma2", "mixtral"):
         config = tiny_config(CONFIG_MAPPING[model_type]())
@@ -67,28 +67,28 @@ def save_merged(source, targets, configs):
     return full_state_dict(model)
 
 
-def test_a_model_from_scratch_is_saved_in_the_format_of_its_type(tiny_models, tmp_path):
+def test_model_from_config_is_saved_in_hf_format(tiny_models, tmp_path):
     def on_rank(config, target):
-        drawn = AutoModelForCausalLM.from_config(model_config, megatron_config=config)
-        drawn.save_pretrained(target)
+        model = AutoModelForCausalLM.from_config(model_config, megatron_config=config)
+        model.save_pretrained(target)
 
     model_config = transformers.AutoConfig.from_pretrained(tiny_models["mixtral"])
     for name, config in (("pp2", layout(pp_size=2)), ("tp2", layout(tp_size=2))):
         run_ranks(on_rank, 2, config, tmp_path / name)
     expected = load_file(tiny_models["mixtral"] / "model.safetensors")
-    cut, split = (load_file(tmp_path / name / "model.safetensors") for name in ("pp2", "tp2"))
-    assert cut.keys() == split.keys() == expected.keys()
-    assert all(torch.equal(cut[name], split[name]) for name in cut)
+    pp_weights, tp_weights = (load_file(tmp_path / name / "model.safetensors") for name in ("pp2", "tp2"))
+    assert pp_weights.keys() == tp_weights.keys() == expected.keys()
+    assert all(torch.equal(pp_weights[name], tp_weights[name]) for name in pp_weights)
 
 
 @pytest.mark.parametrize("model_type", MERGED)
-def test_merged_files_are_those_of_one_process(tiny_models, tmp_path, model_type):
+def test_merged_files_match_single_process(tiny_models, tmp_path, model_type):
     source = tiny_models[model_type]
     stock = AutoModelForCausalLM.from_pretrained(source)
     stock.save_pretrained(tmp_path / "stock")
     stock.save_pretrained(tmp_path / "stock" / "several", max_shard_size="40KB", variant="other")
     for world_size in (2, 4):
-        configs = [config for config in MERGED[model_type] if ranks_of(config) == world_size]
+        configs = [config for config in MERGED[model_type] if count_ranks(config) == world_size]
         targets = [tmp_path / f"{world_size}-{index}" for index in range(len(configs))]
         if not configs:
             continue
@@ -98,16 +98,16 @@ def test_merged_files_are_those_of_one_process(tiny_models, tmp_path, model_type
         assert all(torch.equal(merged[name], expected[name]) for name in expected)
         for target in targets:
             assert_same_files(target, tmp_path / "stock")
-            several, expected = target / "several", tmp_path / "stock" / "several"
+            sharded_folder, expected = target / "several", tmp_path / "stock" / "several"
             if model_type != "mixtral":
-                assert_same_files(several, expected)
-            # Stock keeps what is cut from one fused weight in one file.
-            found, wanted = (
+                assert_same_files(sharded_folder, expected)
+            # Stock transformers keeps the splits of one fused weight in one file.
+            tensors, expected_tensors = (
                 {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
-                for folder in (several, expected)
+                for folder in (sharded_folder, expected)
             )
-            assert found.keys() == wanted.keys()
-            assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+            assert tensors.keys() == expected_tensors.keys()
+            assert all(torch.equal(tensors[name], expected_tensors[name]) for name in expected_tensors)
 
 
 def assert_same_files(folder, expected):
@@ -117,15 +117,15 @@ def assert_same_files(folder, expected):
         if name.endswith(".json"):
             assert json.loads((folder / name).read_text()) == json.loads((expected / name).read_text()), name
         else:
-            found, wanted = load_file(folder / name), load_file(expected / name)
-            assert found.keys() == wanted.keys()
-            assert all(torch.equal(found[key], wanted[key]) for key in wanted)
+            tensors, expected_tensors = load_file(folder / name), load_file(expected / name)
+            assert tensors.keys() == expected_tensors.keys()
+            assert all(torch.equal(tensors[key], expected_tensors[key]) for key in expected_tensors)
 
 
-# A run that is stopped and resumed
+# Interrupted and resumed runs
 
 STEPS = 2
-# Each goes on where the one before it stopped; tied weights are on two ranks, on one, and split in between.
+# Each layout resumes from the previous one; tied weights are on two ranks, on one rank, or sharded.
 CHAIN = {
     "one process": None,
     "pp2": layout(pp_size=2),
@@ -141,17 +141,17 @@ CHAIN = {
 }
 
 
-def batch(model):
-    some = rows(4, 3, length=17)
-    full_batch = {name: torch.stack([row[name] for row in some]) for name in ("input_ids", "labels")}
+def make_batch(model):
+    samples = rows(4, 3, length=17)
+    full_batch = {name: torch.stack([row[name] for row in samples]) for name in ("input_ids", "labels")}
     state = parallel_state(model)
     if state is None:
         return full_batch
     return {name: value.tensor_split(state.mesh.dp_size)[state.mesh.dp_rank] for name, value in full_batch.items()}
 
 
-def make(path, config, dtype=torch.float32):
-    """A model and its optimizer, with groups of which two are empty on one stage or another."""
+def make_model_and_optimizer(path, config, dtype=torch.float32):
+    """Returns a model and its optimizer; two of the parameter groups are empty on some stage."""
     model = AutoModelForCausalLM.from_pretrained(path, megatron_config=config, dtype=dtype).train()
     groups = {"embed_tokens": [], "model.norm": [], "": []}
     for name, parameter in model.named_parameters():
@@ -164,11 +164,11 @@ def make(path, config, dtype=torch.float32):
 def advance(model, optimizer):
     for _ in range(STEPS):
         optimizer.zero_grad()
-        model(**batch(model)).loss.backward()
+        model(**make_batch(model)).loss.backward()
         optimizer.step()
-    # As in a loop that evaluates before it saves; stage 3 keeps some weights whole behind it.
+    # Evaluate before saving, as many loops do: ZeRO-3 keeps some weights gathered after it.
     with torch.no_grad():
-        model.eval()(**batch(model))
+        model.eval()(**make_batch(model))
     model.train()
 
 
@@ -186,9 +186,9 @@ def load(model, optimizer, source):
     load_optimizers(model, [optimizer], checkpoint)
 
 
-def go_on(path, source, again, target, config):
-    """Loads, saves what was loaded, trains and saves."""
-    model, optimizer = make(path, config)
+def resume_and_train(path, source, again, target, config):
+    """Loads `source`, saves it again to `again`, trains, and saves to `target`."""
+    model, optimizer = make_model_and_optimizer(path, config)
     if source is not None:
         load(model, optimizer, source)
         save(model, optimizer, again)
@@ -196,37 +196,39 @@ def go_on(path, source, again, target, config):
     save(model, optimizer, target)
 
 
-def never_stop(path, targets):
-    model, optimizer = make(path, None)
+def train_uninterrupted(path, targets):
+    model, optimizer = make_model_and_optimizer(path, None)
     for target in targets:
         advance(model, optimizer)
         save(model, optimizer, target)
 
 
-def test_a_state_passes_through_every_layout(stories, tmp_path):
-    """Weights and moments are read bit by bit, and the run stays the one that was never stopped."""
+def test_state_moves_through_every_layout(stories, tmp_path):
+    """Weights and moments are restored bitwise, and the run matches the uninterrupted one."""
     uninterrupted = [tmp_path / f"uninterrupted-{index}" for index in range(len(CHAIN))]
-    run_ranks(never_stop, 1, stories, uninterrupted)
+    run_ranks(train_uninterrupted, 1, stories, uninterrupted)
     source = None
     for (name, config), expected in zip(CHAIN.items(), uninterrupted, strict=True):
-        target, again = tmp_path / name, tmp_path / f"{name} again"
-        run_ranks(go_on, ranks_of(config), stories, source, again, target, config)
+        target, resaved = tmp_path / name, tmp_path / f"{name} again"
+        run_ranks(resume_and_train, count_ranks(config), stories, source, resaved, target, config)
         if source is not None:
-            before, after = all_full_tensors(source), all_full_tensors(again)
+            before, after = all_full_tensors(source), all_full_tensors(resaved)
             assert list(before) == list(after)
             assert all(torch.equal(before[key], after[key]) for key in before), name
-            saved, reread = (Checkpoint(path).metadata["optimizers"][0] for path in (source, again))
+            saved, reread = (Checkpoint(path).metadata["optimizers"][0] for path in (source, resaved))
             assert [sorted(group.pop("names")) for group in saved["groups"]] == [
                 sorted(group.pop("names")) for group in reread["groups"]
             ]
             assert saved == reread
-        found, wanted = all_full_tensors(target), all_full_tensors(expected)
-        assert found.keys() == wanted.keys()
-        for key in wanted:
-            scale = wanted[key].abs().max().item()
-            torch.testing.assert_close(found[key], wanted[key], rtol=0, atol=2e-4 * scale, msg=f"{name}: {key}")
+        tensors, expected_tensors = all_full_tensors(target), all_full_tensors(expected)
+        assert tensors.keys() == expected_tensors.keys()
+        for key in expected_tensors:
+            scale = expected_tensors[key].abs().max().item()
+            torch.testing.assert_close(
+                tensors[key], expected_tensors[key], rtol=0, atol=2e-4 * scale, msg=f"{name}: {key}"
+            )
         source = target
-    # Tied weights are written once, half by each of the two ranks that hold them.
+    # Tied weights are written once, half by each of the two ranks that hold a copy.
     entry = Checkpoint(tmp_path / "pp2").manifest.tensors["model.embed_tokens.weight"]
     assert [sum(box.numel for box in piece.boxes) for piece in entry.pieces] == [512 * 64 // 2] * 2
     convert(tmp_path / "pp2", tmp_path / "merged", "hf")
@@ -235,25 +237,25 @@ def test_a_state_passes_through_every_layout(stories, tmp_path):
     assert all(torch.equal(tensor.flatten(), weights[key]) for key, tensor in merged.items())
 
 
-def test_main_weights_of_tied_half_precision(stories, tmp_path):
-    def first():
-        model, optimizer = make(stories, layout(pp_size=2), torch.bfloat16)
+def test_tied_bf16_main_params(stories, tmp_path):
+    def save_with_pp2():
+        model, optimizer = make_model_and_optimizer(stories, layout(pp_size=2), torch.bfloat16)
         advance(model, optimizer)
         save(model, optimizer, tmp_path / "first")
 
-    def second():
-        model, optimizer = make(stories, layout(dp_size=2), torch.bfloat16)
+    def resave_with_dp2():
+        model, optimizer = make_model_and_optimizer(stories, layout(dp_size=2), torch.bfloat16)
         load(model, optimizer, tmp_path / "first")
         save(model, optimizer, tmp_path / "second")
 
-    run_ranks(first, 2)
-    run_ranks(second, 2)
+    run_ranks(save_with_pp2, 2)
+    run_ranks(resave_with_dp2, 2)
     before, after = all_full_tensors(tmp_path / "first"), all_full_tensors(tmp_path / "second")
     assert before["optimizer/0/main_weight/model.embed_tokens.weight"].dtype == torch.float32
     assert list(before) == list(after) and all(torch.equal(before[name], after[name]) for name in before)
 
 
-def test_load_state_dict_of_a_full_model(stories):
+def test_load_full_state_dict(stories):
     stock = AutoModelForCausalLM.from_pretrained(stories).state_dict()
     other = {name: tensor + 1 for name, tensor in stock.items()}
 
@@ -267,7 +269,7 @@ def test_load_state_dict_of_a_full_model(stories):
     run_ranks(on_rank, 2)
 
 
-# Stock loops
+# Stock Trainer and Accelerate loops
 
 TRAINER = {
     "pp2": layout(pp_size=2),
@@ -285,11 +287,11 @@ def uninterrupted(stories, tmp_path_factory):
 
 @pytest.mark.parametrize(("saved", "loaded"), [("pp2", "one process"), ("dp2", "tp2 x pp2 zbv")])
 def test_trainer_resumes_with_other_stages(stories, tmp_path, uninterrupted, saved, loaded):
-    run_ranks(train, ranks_of(TRAINER[saved]), stories, tmp_path, TRAINER[saved], stop=4)
-    log, weights, _ = run_ranks(train, ranks_of(TRAINER[loaded]), stories, tmp_path, TRAINER[loaded], resume=True)[0]
+    run_ranks(train, count_ranks(TRAINER[saved]), stories, tmp_path, TRAINER[saved], stop=4)
+    log, weights, _ = run_ranks(train, count_ranks(TRAINER[loaded]), stories, tmp_path, TRAINER[loaded], resume=True)[0]
     assert [step for step, *_ in log] == [1, 2, 3, 4, 5, 6]
-    for found, expected in zip(log[-2:], uninterrupted[0][-2:], strict=True):
-        assert found == pytest.approx(expected, rel=1e-5)
+    for entry, expected in zip(log[-2:], uninterrupted[0][-2:], strict=True):
+        assert entry == pytest.approx(expected, rel=1e-5)
     for name, weight in uninterrupted[1].items():
         torch.testing.assert_close(weights[name], weight, rtol=0, atol=3e-4)
 
@@ -318,8 +320,8 @@ def test_accelerate_state_continues_bit_equal(stories, tmp_path):
     uninterrupted = run_ranks(loop, 2, stories, tmp_path / "whole", config, steps=4)
     run_ranks(loop, 2, stories, tmp_path / "parts", config, steps=2, save_at=(2,))
     resumed = run_ranks(loop, 2, stories, tmp_path / "parts", config, steps=4, load=True)
-    for (losses, rate, seen), (expected, expected_rate, _) in zip(resumed, uninterrupted, strict=True):
-        assert losses == expected[4:] and rate == expected_rate and seen == 4
+    for (losses, rate, step), (expected, expected_rate, _) in zip(resumed, uninterrupted, strict=True):
+        assert losses == expected[4:] and rate == expected_rate and step == 4
 
 
 def test_accelerate_save_model_and_get_state_dict(stories, tmp_path):
@@ -339,9 +341,9 @@ def test_accelerate_save_model_and_get_state_dict(stories, tmp_path):
 # Faults
 
 
-def test_copies_of_a_tied_weight_that_differ_are_not_saved(stories, tmp_path):
+def test_diverged_tied_copies_are_not_saved(stories, tmp_path):
     def on_rank():
-        model, optimizer = make(stories, layout(pp_size=2))
+        model, optimizer = make_model_and_optimizer(stories, layout(pp_size=2))
         advance(model, optimizer)
         rank = torch.distributed.get_rank()
         embedding = model.model.embed_tokens.weight
@@ -363,8 +365,8 @@ def test_copies_of_a_tied_weight_that_differ_are_not_saved(stories, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def without_one_stage(folder, prefix):
-    """Takes what the second rank wrote of the layers out of the manifest."""
+def remove_stage_entries(folder, prefix):
+    """Removes the layer entries written by the second rank from the manifest."""
     manifest = json.loads((folder / MANIFEST).read_text())
     for name, entry in list(manifest["tensors"].items()):
         if name.startswith(f"{prefix}model.layers.") and "00001-of" in entry["pieces"][0]["file"]:
@@ -380,15 +382,15 @@ def without_one_stage(folder, prefix):
     ],
     ids=["weights", "moments"],
 )
-def test_a_stage_that_is_missing_in_the_manifest_is_an_error_on_every_rank(stories, tmp_path, prefix, words):
+def test_stage_missing_in_manifest_raises_on_every_rank(stories, tmp_path, prefix, words):
     def save_once():
-        model, optimizer = make(stories, layout(pp_size=2))
+        model, optimizer = make_model_and_optimizer(stories, layout(pp_size=2))
         advance(model, optimizer)
         save(model, optimizer, tmp_path / "state")
 
     def load_again():
-        # The first stage finds all of its own, and hears of the other's.
-        model, optimizer = make(stories, layout(pp_size=2))
+        # The first stage finds all of its tensors, but must raise the error of the second one.
+        model, optimizer = make_model_and_optimizer(stories, layout(pp_size=2))
         before = {name: parameter.clone() for name, parameter in local_named_parameters(model)}
         with pytest.raises(CheckpointError, match=words):
             load(model, optimizer, tmp_path / "state")
@@ -396,11 +398,11 @@ def test_a_stage_that_is_missing_in_the_manifest_is_an_error_on_every_rank(stori
         assert same == (prefix == "") and not optimizer.state
 
     run_ranks(save_once, 2)
-    without_one_stage(tmp_path / "state", prefix)
+    remove_stage_entries(tmp_path / "state", prefix)
     run_ranks(load_again, 2)
 
 
-def test_a_weight_that_one_stage_misses_is_an_error_on_every_rank(stories, tmp_path):
+def test_missing_stage_weight_raises_on_every_rank(stories, tmp_path):
     folder = tmp_path / "model"
     shutil.copytree(stories, folder)
     weights = load_file(folder / "model.safetensors")
@@ -410,13 +412,13 @@ def test_a_weight_that_one_stage_misses_is_an_error_on_every_rank(stories, tmp_p
     def on_rank():
         with pytest.raises(CheckpointError, match=r"failed on rank 1: .* 1 missing \(model.norm.weight\)"):
             AutoModelForCausalLM.from_pretrained(folder, megatron_config=layout(pp_size=2))
-        # Nobody is left behind.
+        # All ranks still reach the barrier.
         dist.barrier()
 
     run_ranks(on_rank, 2)
 
 
-def test_stages_with_different_groups_are_reported(stories, tmp_path):
+def test_param_groups_differing_by_stage_are_rejected(stories, tmp_path):
     def on_rank():
         model = AutoModelForCausalLM.from_pretrained(stories, megatron_config=layout(pp_size=2)).train()
         layers = [[parameter for _, parameter in local_named_parameters(layer)] for layer in model.model.layers]
@@ -429,11 +431,11 @@ def test_stages_with_different_groups_are_reported(stories, tmp_path):
     run_ranks(on_rank, 2)
 
 
-def test_another_models_checkpoint_is_refused_on_every_stage(stories, tmp_path):
-    """What only the last stage finds missing is an error on the first as well."""
+def test_foreign_checkpoint_is_rejected_on_every_stage(stories, tmp_path):
+    """An error found only on the last stage is raised on the first stage as well."""
 
     def on_rank():
-        model, optimizer = make(stories, layout(pp_size=2))
+        model, optimizer = make_model_and_optimizer(stories, layout(pp_size=2))
         save(model, optimizer, tmp_path / "state")
         config = transformers.LlamaConfig.from_pretrained(stories, num_hidden_layers=6)
         model = AutoModelForCausalLM.from_config(config, megatron_config=layout(pp_size=2, pipeline_partition=[5, 1]))

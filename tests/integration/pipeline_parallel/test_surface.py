@@ -1,5 +1,6 @@
-"""What a pipelined model hands out, keeps, and refuses; `tests/integration/fuzz/test_gradient_patterns.py` has what
-loops do on every layout.
+"""Tests of the model API under pipeline parallelism: outputs, memory, state dicts, and rejected calls.
+
+`tests/integration/fuzz/test_gradient_patterns.py` tests training-loop patterns on every layout.
 """
 
 import copy
@@ -36,42 +37,42 @@ from tests.helpers.shared_tiny_models import make_tiny_model
 
 
 @functools.cache
-def tiny_model_of(model_type="llama"):
+def get_tiny_model(model_type="llama"):
     return make_tiny_model(CONFIG_MAPPING[model_type](), microbatches=2, batch_size=4, min_layers=2)
 
 
-def config_of(layout, **changes):
+def make_config(layout, **changes):
     [config] = parse_layouts(layout)
     return ConfigUnderTest(**{**config.to_dict(), **changes})
 
 
-def test_gradients_are_handed_over_without_a_copy():
-    tiny_model = tiny_model_of()
+def test_gradients_are_flushed_without_copy():
+    tiny_model = get_tiny_model()
 
     def on_rank():
-        model = tiny_model.load(megatron_config=config_of("pp2")).train()
+        model = tiny_model.load(megatron_config=make_config("pp2")).train()
         loss = model(**tiny_model.batches[0]).loss
-        pipeline, kept = parallel_state(model).pipeline, {}
+        pipeline, data_ptrs = parallel_state(model).pipeline, {}
         store = pipeline.engine.gradients
         original = type(store).flush
 
         def flush(self, sums, *args, **kwargs):
-            kept.update({id(p): g.data_ptr() for p, g in zip(self.parameters, sums, strict=True)})
+            data_ptrs.update({id(p): g.data_ptr() for p, g in zip(self.parameters, sums, strict=True)})
             return original(self, sums, *args, **kwargs)
 
         type(store).flush = flush
         loss.backward()
-        return [parameter.grad.data_ptr() == kept[id(parameter)] for _, parameter in local_named_parameters(model)]
+        return [parameter.grad.data_ptr() == data_ptrs[id(parameter)] for _, parameter in local_named_parameters(model)]
 
     for same in run_ranks(on_rank, 2):
         assert same and all(same)
 
 
-def test_what_no_pipeline_can_do():
-    tiny_model = tiny_model_of()
+def test_unsupported_backwards_are_rejected():
+    tiny_model = get_tiny_model()
 
     def on_rank():
-        model, batch = tiny_model.load(megatron_config=config_of("pp2")).train(), tiny_model.batches[0]
+        model, batch = tiny_model.load(megatron_config=make_config("pp2")).train(), tiny_model.batches[0]
         loss = model(**batch).loss
         loss.backward()
         with pytest.raises(ConfigError, match="twice"):
@@ -89,11 +90,11 @@ def test_what_no_pipeline_can_do():
 # Memory
 
 
-def test_outputs_are_freed_when_they_are_dropped():
-    tiny_model = tiny_model_of()
+def test_dropped_outputs_are_freed():
+    tiny_model = get_tiny_model()
 
     def on_rank():
-        model = tiny_model.load(megatron_config=config_of("pp2"))
+        model = tiny_model.load(megatron_config=make_config("pp2"))
         ids = tiny_model.batches[0]["input_ids"]
         gc.collect()
         gc.disable()
@@ -122,8 +123,8 @@ def test_outputs_are_freed_when_they_are_dropped():
 
 
 @pytest.mark.parametrize(("model_type", "layout"), [("llama", "pp2"), ("gemma2", "tp2+pp2"), ("gpt2", "pp2")])
-def test_state_dict_and_counts_are_the_full_models(model_type, layout, tmp_path):
-    tiny_model = tiny_model_of(model_type)
+def test_state_dict_and_counts_match_full_model(model_type, layout, tmp_path):
+    tiny_model = get_tiny_model(model_type)
     stock = tiny_model.load()
     expected = {name: (tensor.shape, tensor.dtype) for name, tensor in stock.state_dict().items()}
     choices = [{}, {"only_trainable": True}, {"exclude_embeddings": True}]
@@ -136,21 +137,21 @@ def test_state_dict_and_counts_are_the_full_models(model_type, layout, tmp_path)
         return [*counts, transformers.trainer.get_model_param_count(model, trainable_only=True)]
 
     def on_rank():
-        model = tiny_model.load(megatron_config=config_of(layout))
-        found = model.state_dict()
-        assert list(found) == list(expected)
-        assert {name: (tensor.shape, tensor.dtype) for name, tensor in found.items()} == expected
-        off_stage = {name: tensor for name, tensor in found.items() if type(tensor).__name__ == "OffStageTensor"}
-        assert off_stage and len(off_stage) < len(found)
-        copied = {name: tensor.detach().clone().to(torch.float64) for name, tensor in found.items()}
-        assert {tensor.dtype for tensor in copied.values()} == {torch.float64}
+        model = tiny_model.load(megatron_config=make_config(layout))
+        state_dict = model.state_dict()
+        assert list(state_dict) == list(expected)
+        assert {name: (tensor.shape, tensor.dtype) for name, tensor in state_dict.items()} == expected
+        off_stage = {name: tensor for name, tensor in state_dict.items() if type(tensor).__name__ == "OffStageTensor"}
+        assert off_stage and len(off_stage) < len(state_dict)
+        copies = {name: tensor.detach().clone().to(torch.float64) for name, tensor in state_dict.items()}
+        assert {tensor.dtype for tensor in copies.values()} == {torch.float64}
         name, tensor = next(iter(off_stage.items()))
         assert (copy.deepcopy(tensor) + 1).sum().shape == ()
         for read in (
             lambda: tensor.sum().item(),
             lambda: torch.equal(tensor, tensor),
             lambda: tensor.numpy(),
-            lambda: torch.save(found, tmp_path / f"{parallel_state(model).mesh.pp_rank}.pt"),
+            lambda: torch.save(state_dict, tmp_path / f"{parallel_state(model).mesh.pp_rank}.pt"),
             lambda: save_file({name: tensor}, tmp_path / "x.safetensors"),
             lambda: torch.zeros(tensor.shape).copy_(tensor),
             lambda: bool((tensor == tensor).all()),
@@ -158,48 +159,50 @@ def test_state_dict_and_counts_are_the_full_models(model_type, layout, tmp_path)
             with pytest.raises(UnsupportedError, match="pp rank"):
                 read()
         with pytest.raises(RuntimeError, match=f"size mismatch for {name}"):
-            model.load_state_dict({**found, name: torch.zeros(1)})
+            model.load_state_dict({**state_dict, name: torch.zeros(1)})
         with pytest.raises(RuntimeError, match="Missing key"):
-            model.load_state_dict({other: value for other, value in found.items() if other != name})
+            model.load_state_dict({other: value for other, value in state_dict.items() if other != name})
         with pytest.raises(RuntimeError, match="Unexpected key"):
-            model.load_state_dict({**found, f"{name}.more": torch.zeros(1)})
+            model.load_state_dict({**state_dict, f"{name}.more": torch.zeros(1)})
         model.bfloat16()
         assert {tensor.dtype for tensor in model.state_dict().values() if tensor.is_floating_point()} == {
             torch.bfloat16
         }
         return freeze(model.float())
 
-    assert run_ranks(on_rank, config_of(layout).ranks_per_replica) == [freeze(stock)] * len(
-        range(config_of(layout).ranks_per_replica)
+    assert run_ranks(on_rank, make_config(layout).ranks_per_replica) == [freeze(stock)] * len(
+        range(make_config(layout).ranks_per_replica)
     )
 
 
-def test_hooks_of_a_save_get_the_weights(tmp_path):
-    tiny_model = tiny_model_of()
+def test_save_hooks_receive_weights(tmp_path):
+    tiny_model = get_tiny_model()
 
     def on_rank():
-        model = tiny_model.load(megatron_config=config_of("pp2"))
+        model = tiny_model.load(megatron_config=make_config("pp2"))
         accelerator = Accelerator(cpu=True)
         model = accelerator.prepare(model)
-        seen = []
-        accelerator.register_save_state_pre_hook(lambda models, weights, folder: seen.append(weights.pop()))
+        hook_weights = []
+        accelerator.register_save_state_pre_hook(lambda models, weights, folder: hook_weights.append(weights.pop()))
         accelerator.save_state(tmp_path / "saved")
         assert isinstance(model, torch.nn.Module)
-        return seen[0]
+        return hook_weights[0]
 
     expected = tiny_model.load().state_dict()
-    found = run_ranks(on_rank, 2)[0]
-    assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in expected)
+    state_dict = run_ranks(on_rank, 2)[0]
+    assert state_dict.keys() == expected.keys() and all(
+        torch.equal(state_dict[name], expected[name]) for name in expected
+    )
 
 
-# What enters and leaves a call
+# Inputs and outputs of calls
 
 
-def test_a_cache_that_is_asked_for_in_training():
-    tiny_model = tiny_model_of()
+def test_cache_requested_in_training():
+    tiny_model = get_tiny_model()
 
     def on_rank():
-        model = tiny_model.load(megatron_config=config_of("tp2")).train()
+        model = tiny_model.load(megatron_config=make_config("tp2")).train()
         ids = tiny_model.batches[0]["input_ids"]
         model.config.use_cache = True
         caches = [model(input_ids=ids).past_key_values, model(input_ids=ids, use_cache=True).past_key_values]
@@ -212,21 +215,21 @@ def test_a_cache_that_is_asked_for_in_training():
 
 
 @pytest.mark.parametrize("text", ["tp2", "pp2"])
-def test_a_cache_that_was_left_out_says_so(text):
-    tiny_model = tiny_model_of()
+def test_unavailable_cache_raises_when_read(text):
+    tiny_model = get_tiny_model()
 
     def on_rank():
         ids = tiny_model.batches[0]["input_ids"]
-        model = tiny_model.load(megatron_config=config_of(text)).train()
+        model = tiny_model.load(megatron_config=make_config(text)).train()
         model.config.use_cache = True
-        given = {"input_ids": ids, "labels": ids, "use_cache": True} if text == "pp2" else {"input_ids": ids}
-        output = model(**given)
+        kwargs = {"input_ids": ids, "labels": ids, "use_cache": True} if text == "pp2" else {"input_ids": ids}
+        output = model(**kwargs)
         for read in (len, list, bool, lambda cache: cache.layers):
             with pytest.raises(UnsupportedError, match="No KV cache is available"):
                 read(output.past_key_values)
         with pytest.raises(UnsupportedError, match="No KV cache is available"):
             model(input_ids=ids, past_key_values=output.past_key_values)
-        # In the places of one process.
+        # The order of outputs matches a single process.
         assert list(model(input_ids=ids)) == ["logits", "past_key_values"]
         assert list(model(input_ids=ids, use_cache=False)) == ["logits"]
         if text == "tp2":
@@ -237,10 +240,10 @@ def test_a_cache_that_was_left_out_says_so(text):
 
 
 @pytest.mark.parametrize("text", ["tp2", "pp2"])
-def test_documents_that_one_process_would_join(text):
+def test_packed_documents_in_training(text):
     def on_rank():
-        model = tiny_model_of().load(megatron_config=config_of(text)).train()
-        batch = tiny_model_of().batches[0]
+        model = get_tiny_model().load(megatron_config=make_config(text)).train()
+        batch = get_tiny_model().batches[0]
         ids = batch["input_ids"]
         positions = torch.arange(ids.shape[1]).expand_as(ids)
         packed = {"input_ids": ids, "labels": ids, "position_ids": positions % 5}
@@ -248,17 +251,17 @@ def test_documents_that_one_process_would_join(text):
         with pytest.raises(UnsupportedError, match="position_ids of packed documents"):
             model(**packed)
         model(**{**packed, "position_ids": positions})
-        found = [model(**packed, use_cache=False).loss.item()]
+        losses = [model(**packed, use_cache=False).loss.item()]
         model.config.use_cache = False
-        found.append(model(**packed).loss.item())
-        return found
+        losses.append(model(**packed).loss.item())
+        return losses
 
-    stock = tiny_model_of().load().train()
-    ids = tiny_model_of().batches[0]["input_ids"]
+    stock = get_tiny_model().load().train()
+    ids = get_tiny_model().batches[0]["input_ids"]
     positions = torch.arange(ids.shape[1]).expand_as(ids) % 5
     expected = stock(input_ids=ids, labels=ids, position_ids=positions, use_cache=False).loss.item()
-    for found in run_ranks(on_rank, 2):
-        assert found == pytest.approx([expected] * 2, rel=1e-5)
+    for losses in run_ranks(on_rank, 2):
+        assert losses == pytest.approx([expected] * 2, rel=1e-5)
 
 
 CALLS_WITH_A_CACHE = {
@@ -270,11 +273,11 @@ CALLS_WITH_A_CACHE = {
 
 
 @pytest.mark.parametrize("text", ["tp2", "pp2", "dp2"])
-def test_documents_that_a_cache_joins(text):
-    """A pipeline keeps no cache: it would tell documents apart that one process takes for one."""
+def test_packed_documents_joined_by_cache(text):
+    """A single process with a cache treats packed documents as one; a pipeline, without the cache, must reject them."""
 
-    def packed():
-        ids = tiny_model_of().batches[0]["input_ids"]
+    def make_packed_batch():
+        ids = get_tiny_model().batches[0]["input_ids"]
         return {"input_ids": ids, "labels": ids, "position_ids": torch.arange(ids.shape[1]).expand_as(ids) % 5}
 
     def read_loss(model, name):
@@ -282,31 +285,31 @@ def test_documents_that_a_cache_joins(text):
         model.train(training)
         model.config.use_cache = True
         with torch.set_grad_enabled(has_gradients):
-            return model(**packed(), **changes)[0].item()
+            return model(**make_packed_batch(), **changes)[0].item()
 
     def on_rank():
-        model, found = tiny_model_of().load(megatron_config=config_of(text)), {}
+        model, losses = get_tiny_model().load(megatron_config=make_config(text)), {}
         for name in CALLS_WITH_A_CACHE:
             if text == "pp2":
                 with pytest.raises(UnsupportedError, match="position_ids of packed documents"):
                     read_loss(model, name)
             else:
-                found[name] = read_loss(model, name)
-        # Checkpointing leaves the cache out in one process too.
+                losses[name] = read_loss(model, name)
+        # Gradient checkpointing disables the cache in a single process too.
         model.gradient_checkpointing_enable()
-        return found | {"checkpointed": model.train()(**packed()).loss.item()}
+        return losses | {"checkpointed": model.train()(**make_packed_batch()).loss.item()}
 
-    stock = tiny_model_of().load()
+    stock = get_tiny_model().load()
     expected = {name: read_loss(stock, name) for name in CALLS_WITH_A_CACHE}
     stock.gradient_checkpointing_enable()
-    expected["checkpointed"] = stock.train()(**packed()).loss.item()
+    expected["checkpointed"] = stock.train()(**make_packed_batch()).loss.item()
     assert expected["evaluation"] != pytest.approx(expected["checkpointed"], rel=1e-3)
-    for found in run_ranks(on_rank, 2):
-        assert found == pytest.approx({name: expected[name] for name in found}, rel=1e-5)
+    for losses in run_ranks(on_rank, 2):
+        assert losses == pytest.approx({name: expected[name] for name in losses}, rel=1e-5)
 
 
-class Reads(TorchDispatchMode):
-    """Counts answers of yes or no, for which the host waits on a device."""
+class BoolReadCounter(TorchDispatchMode):
+    """Counts reads of boolean scalars; each read is a host-device sync."""
 
     count = 0
 
@@ -316,73 +319,75 @@ class Reads(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def reads(model, **more):
+def count_bool_reads(model, **more):
     ids = torch.arange(8).expand(2, -1)
-    with Reads() as found:
+    with BoolReadCounter() as counter:
         model(input_ids=ids, use_cache=False, **more)
-    return found.count
+    return counter.count
 
 
-def test_no_one_looks_for_documents_in_positions_that_were_not_given():
-    positions, tiny_model = torch.arange(8).expand(2, -1), tiny_model_of()
+def test_packing_check_adds_no_host_sync():
+    positions, tiny_model = torch.arange(8).expand(2, -1), get_tiny_model()
 
     def on_rank():
-        model, stock = tiny_model.load(megatron_config=config_of("tp2")).train(), tiny_model.load().train()
-        found = [reads(model), reads(model, position_ids=positions)]
+        model, stock = tiny_model.load(megatron_config=make_config("tp2")).train(), tiny_model.load().train()
+        counts = [count_bool_reads(model), count_bool_reads(model, position_ids=positions)]
         with pytest.raises(IndexError):
             model(input_ids=torch.full((1, 4), 10**6))
-        return [*found, reads(stock), reads(model, attention_mask=torch.ones(2, 8))]
+        return [*counts, count_bool_reads(stock), count_bool_reads(model, attention_mask=torch.ones(2, 8))]
 
-    own, given, stock, masked = run_ranks(on_rank, 2)[0]
-    # What was given is asked for together, and once in a call (`tests/unit/data_parallel/test_packed_sequences.py`):
-    # transformers asks no more.
-    assert given == own and stock == 1 and masked <= given
+    default_reads, position_reads, stock, masked = run_ranks(on_rank, 2)[0]
+    # The checks of all inputs are read at once per call (`tests/unit/data_parallel/test_packed_sequences.py`), and
+    # transformers adds no read.
+    assert position_reads == default_reads and stock == 1 and masked <= position_reads
 
 
-def test_labels_of_another_width_raise_on_every_stage():
-    tiny_model = tiny_model_of()
+def test_label_width_mismatch_raises_on_every_stage():
+    tiny_model = get_tiny_model()
     ids = tiny_model.batches[0]["input_ids"]
 
     def on_rank():
-        model, found = tiny_model.load(megatron_config=config_of("pp2")).train(), []
+        model, results = tiny_model.load(megatron_config=make_config("pp2")).train(), []
         for width in (ids.shape[1] - 1, ids.shape[1]):
             try:
-                found.append(model(input_ids=ids, labels=ids[:, :width]).loss.item())
+                results.append(model(input_ids=ids, labels=ids[:, :width]).loss.item())
             except ValueError as error:
-                found.append(str(error))
-        return found
+                results.append(str(error))
+        return results
 
-    for refused, loss in run_ranks(on_rank, 2):
-        assert "expected a label per token" in refused and loss > 0
+    for message, loss in run_ranks(on_rank, 2):
+        assert "expected a label per token" in message and loss > 0
 
 
-def tuples(model, batch):
+def run_tuple_outputs(model, batch):
     model.config.output_router_logits = True
-    found = []
+    losses = []
     for training in (True, False):
         model.train(training)
         with torch.set_grad_enabled(training):
             values = model(**batch, return_dict=False, use_cache=False)
-        found.append([value.item() for value in values[:2]])
+        losses.append([value.item() for value in values[:2]])
         assert len(values) >= 3
-    return found
+    return losses
 
 
-def test_tuples_have_the_order_of_one_process():
-    tiny_model = tiny_model_of("mixtral")
-    config = config_of("pp2", num_microbatches=1)
-    expected = tuples(tiny_model.load(), tiny_model.batches[0])
-    for found in run_ranks(lambda: tuples(tiny_model.load(megatron_config=config), tiny_model.batches[0]), 2):
-        for one, other in zip(found, expected, strict=True):
+def test_tuple_outputs_match_single_process():
+    tiny_model = get_tiny_model("mixtral")
+    config = make_config("pp2", num_microbatches=1)
+    expected = run_tuple_outputs(tiny_model.load(), tiny_model.batches[0])
+    for losses in run_ranks(
+        lambda: run_tuple_outputs(tiny_model.load(megatron_config=config), tiny_model.batches[0]), 2
+    ):
+        for one, other in zip(losses, expected, strict=True):
             assert one == pytest.approx(other, rel=1e-5)
 
 
-def test_calls_that_are_refused_before_the_schedule():
-    """On every rank alike, by the name of what it is, and the model trains on."""
-    tiny_model = tiny_model_of()
+def test_invalid_calls_are_rejected_before_schedule():
+    """Every rank raises with the name of the argument, and the model can still train afterwards."""
+    tiny_model = get_tiny_model()
 
     def on_rank():
-        model = tiny_model.load(megatron_config=config_of("pp2")).train()
+        model = tiny_model.load(megatron_config=make_config("pp2")).train()
         batch = tiny_model.batches[0]
         ids = batch["input_ids"]
         with pytest.raises(UnsupportedError, match="Call the model"):
@@ -402,11 +407,11 @@ def test_calls_that_are_refused_before_the_schedule():
     assert losses == [pytest.approx(tiny_model.load().train()(**tiny_model.batches[0]).loss.item(), rel=1e-6)] * 2
 
 
-def test_an_auxiliary_loss_has_no_backward_of_its_own():
-    tiny_model = tiny_model_of("mixtral")
+def test_aux_loss_backward_is_rejected():
+    tiny_model = get_tiny_model("mixtral")
 
     def on_rank():
-        model = tiny_model.load(megatron_config=config_of("pp2", router_aux_loss_scope="sequence")).train()
+        model = tiny_model.load(megatron_config=make_config("pp2", router_aux_loss_scope="sequence")).train()
         model.config.output_router_logits = True
         output = model(**tiny_model.batches[0])
         with pytest.raises(UnsupportedError, match="outputs.aux_loss"):
@@ -415,21 +420,21 @@ def test_an_auxiliary_loss_has_no_backward_of_its_own():
     run_ranks(on_rank, 2)
 
 
-def test_positions_of_several_dims_are_cut_along_their_rows():
-    three = torch.arange(3 * 4 * 5).view(3, 4, 5)
-    batch = {"input_ids": torch.zeros(4, 5), "position_ids": three, "cache_position": torch.arange(4)}
-    parts = split(batch, 2)
-    assert torch.equal(torch.cat([part["position_ids"] for part in parts], dim=1), three)
-    assert all(torch.equal(part["cache_position"], batch["cache_position"]) for part in parts)
+def test_multi_dim_positions_are_split_by_sample():
+    positions = torch.arange(3 * 4 * 5).view(3, 4, 5)
+    batch = {"input_ids": torch.zeros(4, 5), "position_ids": positions, "cache_position": torch.arange(4)}
+    halves = split(batch, 2)
+    assert torch.equal(torch.cat([part["position_ids"] for part in halves], dim=1), positions)
+    assert all(torch.equal(part["cache_position"], batch["cache_position"]) for part in halves)
     microbatches = split({**batch, "position_ids": torch.arange(5)[None], "cu_seq_lens_q": torch.arange(5)}, 1)
     assert microbatches[0]["cu_seq_lens_q"].shape == (5,)
 
 
-# Loops over layers that a pipeline cannot cut
+# Layer loops that a pipeline cannot split
 
 
-def with_a_loop(change):
-    """Llama's backbone in short; `change(index, what the layer returned)` is what enters the next layer."""
+def make_backbone_forward(change):
+    """Minimal Llama backbone; `change(index, layer_output)` returns the input of the next layer."""
 
     def forward(self, input_ids=None, **kwargs):
         hidden_states = self.embed_tokens(input_ids)
@@ -443,33 +448,35 @@ def with_a_loop(change):
 
 
 def unpacked(index, output):
-    """Two rows unpack as well as two values do."""
+    """Unpacks the layer output; a batch of two samples unpacks like two values."""
     hidden_states, _ = output
     return hidden_states
 
 
-def added_after(layer):
+def add_after_layer(layer):
     return lambda index, output: output + 0.5 if index == layer else output
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (added_after(0), None),
-        (added_after(1), "changes hidden states between its layers 1 and 2"),
+        (add_after_layer(0), None),
+        (add_after_layer(1), "changes hidden states between its layers 1 and 2"),
         (lambda index, output: output.mul_(1.5) if index == 1 else output, "changes hidden states between"),
         (unpacked, "unpacks several outputs"),
         (lambda index, output: output[1] if index == 1 else output[0], "unpacks several outputs"),
     ],
     ids=["elsewhere", "added", "in place", "unpacked", "second value"],
 )
-def test_loops_over_layers(monkeypatch, change, message):
-    tiny_model = tiny_model_of()
-    monkeypatch.setattr(LlamaModel, "forward", with_a_loop(change))
+def test_custom_layer_loops(monkeypatch, change, message):
+    tiny_model = get_tiny_model()
+    monkeypatch.setattr(LlamaModel, "forward", make_backbone_forward(change))
     batch = {name: tensor[:2] for name, tensor in tiny_model.batches[0].items()}
 
     def on_rank():
-        model = tiny_model.load(megatron_config=config_of("pp2", pipeline_partition=(2, 1), num_microbatches=1)).train()
+        model = tiny_model.load(
+            megatron_config=make_config("pp2", pipeline_partition=(2, 1), num_microbatches=1)
+        ).train()
         if message is not None:
             with pytest.raises(UnsupportedError, match=message):
                 model(**batch)
@@ -495,13 +502,13 @@ TINY = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "intermedia
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
-def test_types_are_refused_by_name(tmp_path, cls, config, message):
-    """When they are loaded or first called, on every rank; classification works without labels."""
+def test_unsupported_types_are_rejected(tmp_path, cls, config, message):
+    """Raises on every rank at loading or in the first call; classification works without labels."""
     cls(config).save_pretrained(tmp_path)
     ids = torch.arange(24).view(4, 6) + 3
 
     def on_rank():
-        model = cls.from_pretrained(tmp_path, megatron_config=config_of("pp2")).train()
+        model = cls.from_pretrained(tmp_path, megatron_config=make_config("pp2")).train()
         return model(input_ids=ids).logits.shape
 
     if message is None:
@@ -512,7 +519,7 @@ def test_types_are_refused_by_name(tmp_path, cls, config, message):
     assert all(f"rank {rank} failed" in str(raised.value) for rank in (0, 1))
 
 
-def test_why_a_type_cannot_be_cut_comes_before_how_to_check_it(tmp_path):
+def test_split_error_precedes_verification_error(tmp_path):
     AutoModelForMaskedLM.from_config(tiny_config(CONFIG_MAPPING["funnel"]())).save_pretrained(tmp_path)
 
     def on_rank():

@@ -1,4 +1,4 @@
-"""A stock Trainer over pipeline stages against the same Trainer in one process: every logged number."""
+"""Tests of stock Trainer with pipeline parallelism: every logged value matches a single process."""
 
 import dataclasses
 import functools
@@ -42,8 +42,8 @@ def layout(**fields):
     return dataclasses.replace(PP2, **fields)
 
 
-class Sums:
-    """Counts how often gradients needed a second buffer."""
+class StashCounter:
+    """Counts how often gradients need a second buffer."""
 
     def __init__(self):
         self.count = 0
@@ -69,9 +69,9 @@ def train(
     resume=None,
     **kwargs,
 ):
-    """What Trainer logs, and how many sums of gradients were made beside the model's own."""
+    """Returns the logs of Trainer, and how often gradients needed a second buffer."""
     extra = {name: kwargs.pop(name) for name in ("compute_loss_func", "callbacks") if name in kwargs}
-    sums = Sums()
+    sums = StashCounter()
     model = AutoModelForCausalLM.from_pretrained(path, megatron_config=config)
     trainer = trainer_class(
         model,
@@ -89,7 +89,7 @@ def train(
 
 
 def apart(found, expected):
-    """The largest relative difference of two logs."""
+    """Returns the largest relative difference between two logs."""
     assert [list(entry) for entry in found] == [list(entry) for entry in expected]
     pairs = [(entry[name], reference[name]) for entry, reference in zip(found, expected, strict=True) for name in entry]
     return max(abs(value - other) / max(abs(other), 1e-12) for value, other in pairs)
@@ -97,12 +97,12 @@ def apart(found, expected):
 
 def compare(stories, tmp_path, config=PP2, tolerance=2e-6, own_sums=0, **kwargs):
     dp_size = config.dp_size or 1
-    rows_per_rank = {f"per_device_{kind}_batch_size": 4 // dp_size for kind in ("train", "eval")}
-    expected, _ = train_single_process(train, stories, **kwargs)
-    found = run_ranks(train, count_ranks(config), stories, tmp_path, config, timeout=200, **(rows_per_rank | kwargs))
+    batch_sizes = {f"per_device_{kind}_batch_size": 4 // dp_size for kind in ("train", "eval")}
+    expected, _ = trained_alone(train, stories, **kwargs)
+    results = run_ranks(train, ranks_of(config), stories, tmp_path, config, timeout=200, **(batch_sizes | kwargs))
     assert len(expected) >= 4 and all(math.isfinite(value) for entry in expected for value in entry.values())
-    for log, sums in found:
-        assert log == found[0][0], "every rank logs the same"
+    for log, sums in results:
+        assert log == results[0][0], "every rank logs the same"
         assert apart(log, expected) < tolerance
         assert sums == own_sums
     return expected
@@ -110,7 +110,7 @@ def compare(stories, tmp_path, config=PP2, tolerance=2e-6, own_sums=0, **kwargs)
 
 @functools.cache
 def story_blocks(stories, texts):
-    """Overlapping pieces of real text; unlike random tokens, training on them does not amplify rounding."""
+    """Overlapping chunks of real text; unlike random tokens, training on them does not amplify rounding."""
     stream = torch.cat([ids[0] for ids in examples(stories, texts)])
     blocks = [stream[start : start + 48] for start in range(0, len(stream) - 48, 12)]
 
@@ -159,8 +159,8 @@ def train_until_killed(*args, step, **kwargs):
     return train(*args, callbacks=callbacks, **kwargs)
 
 
-def test_a_kill_and_a_resume_on_other_layouts_keep_the_trajectory(stories, story_texts, tmp_path):
-    """50 steps: killed on two stages, again on two stages of two dp ranks, finished on two stages of two tp ranks."""
+def test_trajectory_survives_kills_and_layout_changes(stories, story_texts, tmp_path):
+    """50 steps: killed on pp2, killed again on pp2+dp2, finished on pp2+tp2."""
     arguments = {
         "samples": story_blocks(stories, tuple(story_texts)),
         "max_steps": 50,
@@ -180,12 +180,12 @@ def test_a_kill_and_a_resume_on_other_layouts_keep_the_trajectory(stories, story
     with pytest.raises(RankError, match="rank 1 died"):
         run_ranks(train_until_killed, 4, stories, output, config, step=36, resume=True, **(arguments | halves))
     for log, _ in run_ranks(train, 4, stories, output, layout(tp_size=2), resume=True, **arguments):
-        # The mean over a resumed run is of other steps.
+        # The mean loss of a resumed run covers other steps.
         assert apart(log[:-2], expected[:-2]) < 1e-5
 
 
-def test_an_epoch_that_ends_in_the_middle_of_everything(stories, tmp_path):
-    """The last batch has one row, fewer than microbatches; the last step has one batch instead of two."""
+def test_epoch_ends_with_partial_batch_and_step(stories, tmp_path):
+    """The last batch has one sample, fewer than the microbatches; the last step has one batch instead of two."""
     expected = compare(stories, tmp_path, train_rows=17, max_steps=-1, num_train_epochs=2, eval_strategy="epoch")
     assert expected[-2]["step"] == 6
 
@@ -193,16 +193,16 @@ def test_an_epoch_that_ends_in_the_middle_of_everything(stories, tmp_path):
 def test_without_averaging_tokens_across_devices(stories, tmp_path):
     config = layout(dp_size=2, zero_stage=0)
     arguments = {"average_tokens_across_devices": False, "include_num_input_tokens_seen": "all"}
-    # Trainer leaves the ranks' own denominators to the loop then: equal numbers of labels make them one.
-    compare(stories, tmp_path, config, samples=fully_labelled, **arguments)
+    # Trainer then uses per-rank denominators; equal numbers of labels make them equal to the global one.
+    compare(stories, tmp_path, config, samples=make_fully_labeled_samples, **arguments)
 
 
-def fully_labelled(count, seed):
+def make_fully_labeled_samples(count, seed):
     return [{"input_ids": row["input_ids"], "labels": row["input_ids"].clone()} for row in rows(count, seed, 17)]
 
 
-def ragged(count, seed):
-    """Rows of different length."""
+def make_ragged_samples(count, seed):
+    """Samples of different lengths."""
     return [
         {name: value[: 9 + 5 * (index % 5)] for name, value in row.items()}
         for index, row in enumerate(rows(count, seed))
@@ -210,17 +210,17 @@ def ragged(count, seed):
 
 
 def pad(samples):
-    padded = {"input_ids": 0, "labels": -100, "attention_mask": 0}
+    pad_values = {"input_ids": 0, "labels": -100, "attention_mask": 0}
     samples = [{**sample, "attention_mask": torch.ones_like(sample["input_ids"])} for sample in samples]
     return {
         name: torch.nn.utils.rnn.pad_sequence([sample[name] for sample in samples], True, value)
-        for name, value in padded.items()
+        for name, value in pad_values.items()
     }
 
 
-def test_batches_padded_to_their_longest_row(stories, tmp_path):
+def test_batches_padded_to_longest_sample(stories, tmp_path):
     arguments = {"train_sampling_strategy": "group_by_length", "include_num_input_tokens_seen": "non_padding"}
-    compare(stories, tmp_path, samples=ragged, collate=pad, max_steps=6, **arguments)
+    compare(stories, tmp_path, samples=make_ragged_samples, collate=pad, max_steps=6, **arguments)
 
 
 @pytest.mark.parametrize(
@@ -233,7 +233,7 @@ def test_batches_padded_to_their_longest_row(stories, tmp_path):
     ],
     ids=["checkpointing", "reentrant", "label smoothing", "compute_loss_func"],
 )
-def test_as_one_process(stories, tmp_path, arguments):
+def test_training_options_match_single_process(stories, tmp_path, arguments):
     compare(stories, tmp_path, **arguments)
 
 
@@ -248,8 +248,8 @@ class OutOfMemoryOnce(Trainer):
         return super().training_step(model, inputs, num_items_in_batch)
 
 
-def test_a_smaller_batch_after_running_out_of_memory(stories, tmp_path):
-    """In the middle of a step, behind a forward whose gradients exist already."""
+def test_smaller_batch_after_oom(stories, tmp_path):
+    """The error is raised mid-step, after a forward whose gradients are already computed."""
     compare(stories, tmp_path, trainer_class=OutOfMemoryOnce, auto_find_batch_size=True, own_sums=0)
 
 
@@ -258,9 +258,9 @@ def test_recompute(stories, tmp_path, recompute):
     compare(stories, tmp_path, layout(recompute=recompute))
 
 
-def test_bf16_autocast_is_as_near_to_fp32_as_one_process(stories, tmp_path):
-    exact, _ = train_single_process(train, stories)
-    expected, _ = train_single_process(train, stories, bf16=True)
+def test_bf16_error_is_bounded_by_single_process(stories, tmp_path):
+    exact, _ = trained_alone(train, stories)
+    expected, _ = trained_alone(train, stories, bf16=True)
     assert 1e-5 < apart(expected, exact) < 0.05
     for config in (PP2, layout(tp_size=2)):
         for log, sums in run_ranks(train, count_ranks(config), stories, tmp_path, config, bf16=True):
@@ -269,7 +269,7 @@ def test_bf16_autocast_is_as_near_to_fp32_as_one_process(stories, tmp_path):
 
 
 class OwnLoss(Trainer):
-    """Does what nobody can know before the forward: every batch counts another number of times."""
+    """Scales the loss of each batch by a different factor, which is unknown before the forward."""
 
     batches = 0
 
@@ -278,7 +278,7 @@ class OwnLoss(Trainer):
         return super().compute_loss(model, inputs, False, num_items_in_batch) * (2 + self.batches % 3)
 
 
-def test_a_loss_that_a_subclass_changes_takes_a_second_sum(stories, tmp_path):
+def test_varying_loss_scale_uses_second_buffer(stories, tmp_path):
     compare(stories, tmp_path, trainer_class=OwnLoss, own_sums=4)
 
 
@@ -291,11 +291,11 @@ class LogitsLoss(Trainer):
         return (loss, {"loss": loss, "logits": logits}) if return_outputs else loss
 
 
-def test_a_loss_of_a_subclass_on_logits(stories, tmp_path):
+def test_logits_loss_subclass(stories, tmp_path):
     compare(stories, tmp_path, trainer_class=LogitsLoss)
 
 
-class Announces(TrainerCallback):
+class DoubleForwardLoss(TrainerCallback):
     def on_step_begin(self, args, state, control, model=None, **kwargs):
         original = model.forward
 
@@ -307,25 +307,25 @@ class Announces(TrainerCallback):
         model.forward = forward
 
 
-def test_a_wrong_announcement_is_no_silent_factor(stories, tmp_path):
-    """It is found out while a step's first gradients are alone, and later losses are kept apart."""
-    expected, _ = train_single_process(train, stories, callbacks=[Announces()])
-    for log, sums in run_ranks(train, 2, stories, tmp_path, PP2, callbacks=[Announces()]):
+def test_wrong_announced_loss_scale_is_corrected(stories, tmp_path):
+    """The error is detected on the first gradients of a step; later losses use a second buffer."""
+    expected, _ = trained_alone(train, stories, callbacks=[DoubleForwardLoss()])
+    for log, sums in run_ranks(train, 2, stories, tmp_path, PP2, callbacks=[DoubleForwardLoss()]):
         assert apart(log, expected) < 2e-6
         assert sums == 4
 
 
-class NotANumber(Trainer):
+class NanLoss(Trainer):
     def training_step(self, model, inputs, num_items_in_batch=None):
         loss = super().training_step(model, inputs, num_items_in_batch)
         return loss * math.nan if self.state.global_step == 1 else loss
 
 
-def test_the_filter_of_losses_that_are_no_numbers(stories, tmp_path):
-    compare(stories, tmp_path, trainer_class=NotANumber, gradient_accumulation_steps=1)
+def test_nan_loss_filter(stories, tmp_path):
+    compare(stories, tmp_path, trainer_class=NanLoss, gradient_accumulation_steps=1)
 
 
-class Seen(TrainerCallback):
+class EventRecorder(TrainerCallback):
     def __init__(self):
         self.events = []
 
@@ -342,19 +342,19 @@ class Seen(TrainerCallback):
         self.events.append(f"evaluate {metrics['eval_samples']}")
 
 
-def watched(path, output, config):
-    seen = Seen()
-    train(path, output, config, callbacks=[seen], max_steps=2, eval_strategy="steps", eval_steps=2)
-    return seen.events
+def record_events(path, output, config):
+    recorder = EventRecorder()
+    train(path, output, config, callbacks=[recorder], max_steps=2, eval_strategy="steps", eval_steps=2)
+    return recorder.events
 
 
-def test_callbacks_see_what_they_see_in_one_process(stories, tmp_path):
-    [expected] = run_ranks(watched, 1, stories, tmp_path, None)
+def test_callback_events_match_single_process(stories, tmp_path):
+    [expected] = run_ranks(record_events, 1, stories, tmp_path, None)
     assert expected[:3] == ["substep_end", "pre_optimizer_step", "optimizer_step"] and expected[-1] == "evaluate 12"
-    assert run_ranks(watched, 2, stories, tmp_path, PP2) == [expected, expected]
+    assert run_ranks(record_events, 2, stories, tmp_path, PP2) == [expected, expected]
 
 
-def test_full_model_compile_is_refused(stories, tmp_path):
+def test_full_model_compile_is_rejected(stories, tmp_path):
     def build():
         model = AutoModelForCausalLM.from_pretrained(stories, megatron_config=PP2)
         with pytest.raises(UnsupportedError, match="torch_compile"):
@@ -371,20 +371,20 @@ def batches(path, output, config):
     return [batch["input_ids"].tolist() for batch in trainer.get_train_dataloader()]
 
 
-def test_ranks_of_one_pipeline_read_the_same_batches(stories, tmp_path):
+def test_pipeline_ranks_read_same_batches(stories, tmp_path):
     config = layout(tp_size=2, dp_size=2)
-    found = run_ranks(batches, 8, stories, tmp_path, config)
-    replicas = {str(batch) for batch in found}
-    assert len(replicas) == 2 and all([str(f) for f in found].count(batch) == 4 for batch in replicas)
+    rank_batches = run_ranks(batches, 8, stories, tmp_path, config)
+    replicas = {str(batch) for batch in rank_batches}
+    assert len(replicas) == 2 and all([str(f) for f in rank_batches].count(batch) == 4 for batch in replicas)
 
 
-def test_an_accelerator_for_another_number_of_ranks_per_batch_is_refused(stories):
+def test_mismatched_accelerator_plugin_is_rejected(stories):
     from accelerate import Accelerator
 
     from hf_megatron import MegatronPlugin
 
     def prepare():
-        # Two ranks per batch as the model has them, but in another way.
+        # Two ranks per batch like the model, but by tp instead of pp.
         accelerator = Accelerator(cpu=True, megatron_lm_plugin=MegatronPlugin(tp_size=2))
         model = AutoModelForCausalLM.from_pretrained(stories, megatron_config=PP2)
         with pytest.raises(ConfigError, match="pp_size = 2 \\(plugin: 1\\)"):

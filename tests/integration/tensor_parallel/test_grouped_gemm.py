@@ -1,4 +1,4 @@
-"""Experts whose part on a rank torch's grouped matrix product cannot take."""
+"""Tests of expert shards with widths that torch's grouped GEMM does not support."""
 
 import pytest
 import torch
@@ -19,12 +19,12 @@ SIZES = {
 }
 
 
-def save(path, width):
+def save_mixtral(path, width):
     torch.manual_seed(0)
     MixtralForCausalLM(MixtralConfig(**SIZES, intermediate_size=width, num_local_experts=4)).save_pretrained(path)
 
 
-def save_qwen(path, width):
+def save_qwen3_moe(path, width):
     config = Qwen3MoeConfig(**SIZES, intermediate_size=48, moe_intermediate_size=width, num_experts=4, head_dim=8)
     Qwen3MoeForCausalLM(config).save_pretrained(path)
 
@@ -33,17 +33,22 @@ def save_qwen(path, width):
     ("made", "width", "dtype", "error"),
     [
         (
-            save,
+            save_mixtral,
             40,
             torch.float32,
             r"width 40 \(config.intermediate_size\) and a rank's shard 10.*multiple of 4.*\[1, 2\]",
         ),
-        (save, 48, torch.bfloat16, r"width 48 \(config.intermediate_size\) and a rank's shard 12.*multiple of 8"),
-        (save_qwen, 40, torch.float32, r"width 40 \(config.moe_intermediate_size\) and a rank's shard 10"),
-        (save_qwen, 48, torch.float32, None),
+        (
+            save_mixtral,
+            48,
+            torch.bfloat16,
+            r"width 48 \(config.intermediate_size\) and a rank's shard 12.*multiple of 8",
+        ),
+        (save_qwen3_moe, 40, torch.float32, r"width 40 \(config.moe_intermediate_size\) and a rank's shard 10"),
+        (save_qwen3_moe, 48, torch.float32, None),
     ],
 )
-def test_widths_are_refused_before_weights_are_read(tmp_path, made, width, dtype, error):
+def test_expert_widths_are_checked_before_loading(tmp_path, made, width, dtype, error):
     made(tmp_path, width)
 
     def load():
@@ -54,7 +59,7 @@ def test_widths_are_refused_before_weights_are_read(tmp_path, made, width, dtype
         model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=dtype, megatron_config=parse_layout("tp4"))
         ids = torch.arange(18).view(2, 9)
         model(input_ids=ids, labels=ids).loss.backward()
-        # A cast that halves the bytes of a row.
+        # The cast halves the bytes per matrix row, so a multiple of 8 is required.
         with pytest.raises(ConfigError, match="multiple of 8 with torch.bfloat16"):
             model.bfloat16()(input_ids=ids)
         model.set_experts_implementation("eager")
@@ -64,8 +69,8 @@ def test_widths_are_refused_before_weights_are_read(tmp_path, made, width, dtype
 
 
 @pytest.mark.parametrize("product", ["eager", "batched_mm"])
-def test_what_the_error_names_is_equal(tmp_path, product):
-    save(tmp_path, 40)
+def test_suggested_implementations_match_single_process(tmp_path, product):
+    save_mixtral(tmp_path, 40)
 
     def steps(loop):
         loop.step(0)

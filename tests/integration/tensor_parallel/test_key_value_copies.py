@@ -1,4 +1,4 @@
-"""Fewer key and value heads than ranks: neighbouring ranks hold the same weights, and loops add all of them up."""
+"""Tests of fewer key and value heads than ranks: neighboring ranks hold copies, and sums must count them once."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ from hf_megatron.core.placement import GradientRule, ParameterSharding, Placemen
 from tests.helpers.training import PatternRuns, save_tiny
 
 
-def regularised(loop):
+def train_with_l2_penalty(loop):
     for seed in range(2):
         loss = loop.loss(seed)
         square = sum(parameter.float().pow(2).sum() for parameter in loop.model.parameters())
@@ -24,7 +24,7 @@ def regularised(loop):
         loop.optimizer.zero_grad()
 
 
-def cut_by_hand(loop):
+def train_with_manual_clipping(loop):
     for seed in range(2):
         loss = loop.loss(seed)
         loss.backward()
@@ -41,12 +41,14 @@ def cut_by_hand(loop):
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    found = {}
+    models = {}
     for heads, entries in ((1, 64), (2, 64), (2, 66)):
         folder = tmp_path_factory.mktemp(f"heads{heads}")
         save_tiny(folder, num_key_value_heads=heads, vocab_size=entries)
-        found[heads, entries] = PatternRuns(folder, {"regularised": regularised, "cut by hand": cut_by_hand})
-    return found
+        models[heads, entries] = Runs(
+            folder, {"train_with_l2_penalty": train_with_l2_penalty, "cut by hand": train_with_manual_clipping}
+        )
+    return models
 
 
 @pytest.mark.parametrize(
@@ -57,18 +59,18 @@ def runs(tmp_path_factory):
         (1, 64, "tp2+dp2+zero3"),
         (2, 64, "tp4"),
         (1, 64, "tp4"),
-        # Their embedding lies on another mesh than the key and value projections.
+        # The embedding is on a different mesh than the key and value projections.
         (2, 66, "tp4"),
         (2, 66, "tp4+sp"),
     ],
 )
 def test_sums_over_all_parameters(runs, heads, entries, text):
-    runs[heads, entries].compare(text, "regularised")
+    runs[heads, entries].compare(text, "train_with_l2_penalty")
     runs[heads, entries].compare(text, "cut by hand")
 
 
-def test_a_rank_reads_full_weights(tmp_path):
-    """What DTensor puts together is what was saved, though two axes split some of it."""
+def test_full_tensors_equal_saved_weights(tmp_path):
+    """`DTensor.full_tensor` returns the saved weights, although two mesh dims shard some of them."""
     save_tiny(tmp_path)
     stock = LlamaForCausalLM.from_pretrained(tmp_path).state_dict()
 
@@ -83,10 +85,10 @@ def test_a_rank_reads_full_weights(tmp_path):
             assert torch.equal(value, stock[name]), name
 
 
-def shardings(*sizes, copies=2, groups=1):
-    made = [ParameterSharding("k", (8, 4), "colwise", Placement.split("tp", 0, copies=copies), GradientRule())]
-    made.append(ParameterSharding("n", (4,), "replicated", Placement(), GradientRule()))
-    return made + [
+def make_shardings(*sizes, copies=2, groups=1):
+    specs = [ParameterSharding("k", (8, 4), "colwise", Placement.split("tp", 0, copies=copies), GradientRule())]
+    specs.append(ParameterSharding("n", (4,), "replicated", Placement(), GradientRule()))
+    return specs + [
         ParameterSharding("w", (size, 4), "colwise", Placement.split("tp", 0, groups=groups), GradientRule())
         for size in sizes
     ]
@@ -95,15 +97,15 @@ def shardings(*sizes, copies=2, groups=1):
 @pytest.mark.parametrize(
     ("made", "expected"),
     [
-        (shardings(8), 2),
-        (shardings(67), 2),
-        # 17, 17, 17, 15 in one cut, 17, 16, 17, 16 in two.
-        (shardings(66), 1),
-        (shardings(8, groups=2), 1),
-        (shardings(8, copies=1), 1),
-        (shardings(66, copies=4), 1),
-        ([*shardings(8), *shardings(8, copies=4)], 2),
+        (make_shardings(8), 2),
+        (make_shardings(67), 2),
+        # Shard sizes: 17, 17, 17, 15 with a single split; 17, 16, 17, 16 with two nested splits.
+        (make_shardings(66), 1),
+        (make_shardings(8, groups=2), 1),
+        (make_shardings(8, copies=1), 1),
+        (make_shardings(66, copies=4), 1),
+        ([*make_shardings(8), *make_shardings(8, copies=4)], 2),
     ],
 )
-def test_one_mesh_as_far_as_both_split_identically(made, expected):
+def test_shared_copies_require_identical_splits(made, expected):
     assert count_shared_copies(made, Axes.from_sizes(0, tp=4)) == expected

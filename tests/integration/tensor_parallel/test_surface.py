@@ -1,4 +1,4 @@
-"""The ordinary surface of a model, row by row of docs/surface.md: equal to one process, or refused."""
+"""Tests of the model API under tensor parallelism, in the order of docs/surface.md."""
 
 import copy
 
@@ -15,7 +15,7 @@ TP2 = MegatronConfig(tp_size=2)
 SP2 = MegatronConfig(tp_size=2, sequence_parallel=True)
 
 
-def batch():
+def make_batch():
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(3, 512, (2, 9), generator=generator)
     return {"input_ids": ids, "labels": ids, "attention_mask": torch.ones_like(ids)}
@@ -25,15 +25,15 @@ def load(stories, config=None, **kwargs):
     return AutoModelForCausalLM.from_pretrained(stories, megatron_config=config, **kwargs)
 
 
-def close(a, b, tolerance=2e-5):
+def require_close(a, b, tolerance=2e-5):
     torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance)
 
 
-def both(stories, check, config=TP2, **kwargs):
+def compare_with_stock(stories, check, config=TP2, **kwargs):
     """Runs `check` on the stock model and on each rank; the results must agree."""
     expected = check(load(stories, **kwargs))
-    for found in run_ranks(lambda: check(load(stories, config, **kwargs)), config.tp_size):
-        close(found, expected)
+    for result in run_ranks(lambda: check(load(stories, config, **kwargs)), config.tp_size):
+        require_close(result, expected)
 
 
 def test_counts_and_embeddings(stories):
@@ -45,72 +45,72 @@ def test_counts_and_embeddings(stories):
         assert model.lm_head.weight is model.model.embed_tokens.weight
         return torch.tensor([model.num_parameters(), *embedding.weight.shape, head.out_features, head.in_features])
 
-    both(stories, check)
+    compare_with_stock(stories, check)
 
 
 def test_set_embeddings(stories):
     def check(model):
         model.set_input_embeddings(model.get_input_embeddings())
         model.set_output_embeddings(model.get_output_embeddings())
-        return model(**batch()).loss.detach()
+        return model(**make_batch()).loss.detach()
 
-    both(stories, check)
+    compare_with_stock(stories, check)
 
 
 @pytest.mark.parametrize("config", [TP2, SP2], ids=["tp2", "tp2+sp"])
 def test_inputs_embeds_hidden_states_and_tuples(stories, config):
     def check(model):
-        one = batch()
+        one = make_batch()
         embeds = model.get_input_embeddings()(one.pop("input_ids"))
         outputs = model(inputs_embeds=embeds, **one)
         as_tuple = model(inputs_embeds=embeds, return_dict=False, **one)
         assert isinstance(as_tuple, tuple)
         return torch.stack([outputs.loss.detach(), as_tuple[0].detach()])
 
-    both(stories, check, config)
+    compare_with_stock(stories, check, config)
 
 
 def test_output_hidden_states(stories):
     def check(model):
         with torch.no_grad():
-            outputs = model(**batch(), output_hidden_states=True)
+            outputs = model(**make_batch(), output_hidden_states=True)
         return torch.stack(list(outputs.hidden_states))
 
-    both(stories, check)
+    compare_with_stock(stories, check)
 
 
-def test_output_hidden_states_under_sequence_parallel_is_refused(stories):
+def test_hidden_states_with_sequence_parallel_are_rejected(stories):
     def check():
         model = load(stories, SP2)
         with pytest.raises(UnsupportedError, match="output_hidden_states"):
-            model(**batch(), output_hidden_states=True)
+            model(**make_batch(), output_hidden_states=True)
 
     run_ranks(check, 2)
 
 
-def test_output_attentions_is_refused(stories):
+def test_output_attentions_is_rejected(stories):
     def check():
         model = load(stories, TP2, attn_implementation="eager")
         with pytest.raises(UnsupportedError, match="output_attentions"):
-            model(**batch(), output_attentions=True)
+            model(**make_batch(), output_attentions=True)
 
     run_ranks(check, 2)
 
 
 @pytest.mark.parametrize("implementation", ["eager", "sdpa"])
 def test_attention_implementations(stories, implementation):
-    both(stories, lambda model: model(**batch()).loss.detach(), attn_implementation=implementation)
+    compare_with_stock(stories, lambda model: model(**make_batch()).loss.detach(), attn_implementation=implementation)
 
 
 @pytest.mark.parametrize("config", [TP2, SP2], ids=["tp2", "tp2+sp"])
 def test_left_padding(stories, config):
     def check(model):
-        one = batch()
+        one = make_batch()
         one["attention_mask"][0, :4] = 0
         one["labels"] = one["labels"].masked_fill(one["attention_mask"] == 0, -100)
         return model(**one).loss.detach()
 
-    both(stories, check, config)
+    compare_with_stock(stories, check, config)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
@@ -121,8 +121,8 @@ def test_dtype(stories, dtype):
         return full_state_dict(model)
 
     expected = load(stories, dtype=dtype).state_dict()
-    found = run_ranks(on_rank, 2)[0]
-    assert all(torch.equal(found[name], tensor) and tensor.dtype is dtype for name, tensor in expected.items())
+    full_weights = run_ranks(on_rank, 2)[0]
+    assert all(torch.equal(full_weights[name], tensor) and tensor.dtype is dtype for name, tensor in expected.items())
 
 
 @pytest.mark.parametrize("cast", ["half", "bfloat16", "to"])
@@ -132,32 +132,32 @@ def test_casting(stories, cast):
 
     def on_rank():
         model = change(load(stories, TP2))
-        loss = model(**batch()).loss
+        loss = model(**make_batch()).loss
         loss.backward()
         return full_state_dict(model), loss.item()
 
     stock = change(load(stories))
-    found, loss = run_ranks(on_rank, 2)[0]
-    assert all(torch.equal(found[name], tensor) for name, tensor in stock.state_dict().items())
-    assert loss == pytest.approx(stock(**batch()).loss.item(), rel=2e-2)
+    full_weights, loss = run_ranks(on_rank, 2)[0]
+    assert all(torch.equal(full_weights[name], tensor) for name, tensor in stock.state_dict().items())
+    assert loss == pytest.approx(stock(**make_batch()).loss.item(), rel=2e-2)
 
 
 def test_state_dict_round_trip_with_full_tensors(stories):
     def on_rank():
         model = load(stories, TP2)
-        own = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+        local_weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
         torch.manual_seed(0)
-        full = {name: torch.randn(tensor.shape) for name, tensor in own.items()}
+        full = {name: torch.randn(tensor.shape) for name, tensor in local_weights.items()}
         full["lm_head.weight"] = full["model.embed_tokens.weight"]
         model.load_state_dict(full)
         gathered = full_state_dict(model)
         assert all(torch.equal(gathered[name], full[name]) for name in gathered)
-        model.load_state_dict(own)
+        model.load_state_dict(local_weights)
         with pytest.raises((ConfigError, RuntimeError), match="up_proj|shape"):
             model.load_state_dict({**full, "model.layers.0.mlp.up_proj.weight": torch.zeros(3, 3)})
-        return model(**batch()).loss.item()
+        return model(**make_batch()).loss.item()
 
-    expected = load(stories)(**batch()).loss.item()
+    expected = load(stories)(**make_batch()).loss.item()
     assert run_ranks(on_rank, 2) == pytest.approx([expected] * 2, rel=1e-6)
 
 
@@ -167,22 +167,22 @@ def test_deepcopy_is_independent(stories):
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.mul_(0)
-        loss = duplicate(**batch()).loss
+        loss = duplicate(**make_batch()).loss
         loss.backward()
         assert all(parameter.grad is None for parameter in model.parameters())
         return loss.detach()
 
-    both(stories, check)
+    compare_with_stock(stories, check)
 
 
-def test_freezing_keeps_gradients_where_they_are_wanted(stories):
-    def gradients(model):
+def test_frozen_parameters_have_no_gradients(stories):
+    def compute_gradients(model):
         for parameter in model.parameters():
             parameter.requires_grad_(False)
         model.model.norm.requires_grad_(True)
         for parameter in model.model.layers[2].mlp.down_proj.parameters():
             parameter.requires_grad_(True)
-        model(**batch()).loss.backward()
+        model(**make_batch()).loss.backward()
         return {name: parameter.grad for name, parameter in model.named_parameters()}
 
     def on_rank():
@@ -190,34 +190,34 @@ def test_freezing_keeps_gradients_where_they_are_wanted(stories):
         state = parallel_state(model)
         return {
             name: None if grad is None else gather_to_first(grad, state.shardings[name].placement, state.mesh)
-            for name, grad in gradients(model).items()
+            for name, grad in compute_gradients(model).items()
         }
 
-    expected, found = gradients(load(stories)), run_ranks(on_rank, 2)[0]
+    expected, full_gradients = compute_gradients(load(stories)), run_ranks(on_rank, 2)[0]
     for name, gradient in expected.items():
-        assert (gradient is None) == (found[name] is None), name
+        assert (gradient is None) == (full_gradients[name] is None), name
         if gradient is not None:
-            close(found[name], gradient)
+            require_close(full_gradients[name], gradient)
 
 
 def test_reading_logits_in_training_gathers_and_warns_once(stories):
     def on_rank():
         model = load(stories, TP2).train()
-        outputs = model(**batch())
+        outputs = model(**make_batch())
         assert tuple(outputs.logits.shape) == (2, 9, 512)
         with pytest.warns(UserWarning, match="gathered"):
             read = outputs.logits.argmax(-1)
         outputs.loss.backward()
         return read
 
-    expected = load(stories)(**batch()).logits.argmax(-1)
-    for found in run_ranks(on_rank, 2):
-        assert torch.equal(found, expected)
+    expected = load(stories)(**make_batch()).logits.argmax(-1)
+    for tokens in run_ranks(on_rank, 2):
+        assert torch.equal(tokens, expected)
 
 
-def test_a_loss_outside_the_model_has_the_right_gradient(stories):
+def test_external_loss_gradients(stories):
     def check(model):
-        one = batch()
+        one = make_batch()
         labels = one.pop("labels")
         logits = model.train()(**one).logits
         torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()).backward()
@@ -230,21 +230,21 @@ def test_a_loss_outside_the_model_has_the_right_gradient(stories):
         return full if full is not None else torch.zeros(64, 64)
 
     expected = check(load(stories))
-    close(run_ranks(lambda: check(load(stories, SP2)), 2)[0], expected)
+    require_close(run_ranks(lambda: check(load(stories, SP2)), 2)[0], expected)
 
 
 @pytest.mark.parametrize(
     "config", [TP2, MegatronConfig(dp_size=2), MegatronConfig(pp_size=2)], ids=["tp2", "dp2", "pp2"]
 )
 def test_label_smoothing_as_a_loss_argument(stories, config):
-    """transformers takes it and ignores it."""
+    """transformers accepts the argument and ignores it."""
 
     def check(model):
-        return model(**batch(), label_smoothing=0.3).loss.detach()
+        return model(**make_batch(), label_smoothing=0.3).loss.detach()
 
     expected = check(load(stories))
-    for found in run_ranks(lambda: check(load(stories, config)), 2):
-        close(found, expected)
+    for loss in run_ranks(lambda: check(load(stories, config)), 2):
+        require_close(loss, expected)
 
 
 def test_subfolder_variant_and_loading_info(stories, tmp_path):
@@ -257,17 +257,17 @@ def test_subfolder_variant_and_loading_info(stories, tmp_path):
         model, info = load(tmp_path, TP2, subfolder="sub", variant="fp32", output_loading_info=True)
         assert not info["missing_keys"] and not info["unexpected_keys"]
         model.save_pretrained(tmp_path / "out", variant="x")
-        return model(**batch()).loss.item()
+        return model(**make_batch()).loss.item()
 
-    expected = load(stories)(**batch()).loss.item()
+    expected = load(stories)(**make_batch()).loss.item()
     assert run_ranks(check, 2) == pytest.approx([expected] * 2, rel=1e-6)
-    assert load(tmp_path / "out", variant="x")(**batch()).loss.item() == pytest.approx(expected, rel=1e-6)
+    assert load(tmp_path / "out", variant="x")(**make_batch()).loss.item() == pytest.approx(expected, rel=1e-6)
 
 
 def test_sequence_classification(stories, tmp_path):
     torch.manual_seed(0)
     AutoModelForSequenceClassification.from_pretrained(stories, num_labels=3, pad_token_id=2).save_pretrained(tmp_path)
-    one = batch() | {"labels": torch.tensor([0, 2])}
+    one = make_batch() | {"labels": torch.tensor([0, 2])}
 
     def run(config):
         model = AutoModelForSequenceClassification.from_pretrained(tmp_path, megatron_config=config).train()
@@ -277,33 +277,33 @@ def test_sequence_classification(stories, tmp_path):
 
     expected = run(None)
     for config in (TP2, SP2):
-        for loss, logits, gradient in run_ranks(lambda c=config: [_local(v) for v in run(c)], 2):
-            close(loss, expected[0])
-            close(logits, expected[1])
-            close(gradient, expected[2])
+        for loss, logits, gradient in run_ranks(lambda c=config: [to_local(v) for v in run(c)], 2):
+            require_close(loss, expected[0])
+            require_close(logits, expected[1])
+            require_close(gradient, expected[2])
 
 
-def _local(value):
+def to_local(value):
     return value.to_local() if hasattr(value, "to_local") else value
 
 
-def test_missing_weights_are_not_drawn_in_silence(stories):
+def test_missing_weights_raise(stories):
     def check():
-        # A new head is drawn: test_save_load.py.
+        # Missing heads are initialized instead: see test_save_load.py.
         with pytest.raises(CheckpointError, match="missing .*layers"):
             AutoModelForCausalLM.from_pretrained(stories, num_hidden_layers=7, megatron_config=TP2)
 
     run_ranks(check, 2)
 
 
-def test_a_parameter_without_sharding_is_found_before_the_first_step(stories):
+def test_parameter_without_sharding_raises_before_first_step(stories):
     from hf_megatron import PlanError
 
     def check():
         model = load(stories, TP2)
         model.extra = torch.nn.Linear(2, 2)
-        model.eval()(**batch())
+        model.eval()(**make_batch())
         with pytest.raises(PlanError, match="extra.weight"):
-            model.train()(**batch())
+            model.train()(**make_batch())
 
     run_ranks(check, 2)

@@ -1,4 +1,4 @@
-"""The divergence of a student from a teacher over split vocabularies, against full logits in one process."""
+"""Tests of the student-teacher divergence over sharded vocabularies, against single-process full logits."""
 
 import functools
 
@@ -22,23 +22,26 @@ def tiny_model(model_type):
     return make_tiny_model(CONFIG_MAPPING[model_type](), batch_size=5, min_layers=4)
 
 
-def plain_divergences(student, teacher, labels, beta, temperature, **batch):
-    """As the definition says, of whole logits."""
-    own = F.log_softmax(student(**batch).logits[:, :-1].float() / temperature, -1)
+def compute_reference_divergences(student, teacher, labels, beta, temperature, **batch):
+    """Computes the divergences by definition, from full logits."""
+    student_log_probs = F.log_softmax(student(**batch).logits[:, :-1].float() / temperature, -1)
     with torch.no_grad():
-        other = F.log_softmax(teacher(**batch).logits[:, :-1].float() / temperature, -1)
+        teacher_log_probs = F.log_softmax(teacher(**batch).logits[:, :-1].float() / temperature, -1)
     if beta == 0:
-        found = (other.exp() * (other - own)).sum(-1)
+        divergences = (teacher_log_probs.exp() * (teacher_log_probs - student_log_probs)).sum(-1)
     elif beta == 1:
-        found = (own.exp() * (own - other)).sum(-1)
+        divergences = (student_log_probs.exp() * (student_log_probs - teacher_log_probs)).sum(-1)
     else:
-        mixture = (beta * other.exp() + (1 - beta) * own.exp()).log()
-        found = (beta * other.exp() * (other - mixture) + (1 - beta) * own.exp() * (own - mixture)).sum(-1)
-    return found.masked_fill(labels[:, 1:] == -100, 0)
+        mixture = (beta * teacher_log_probs.exp() + (1 - beta) * student_log_probs.exp()).log()
+        divergences = (
+            beta * teacher_log_probs.exp() * (teacher_log_probs - mixture)
+            + (1 - beta) * student_log_probs.exp() * (student_log_probs - mixture)
+        ).sum(-1)
+    return divergences.masked_fill(labels[:, 1:] == -100, 0)
 
 
-def measured(tiny_model, config, of_teacher, divergences_of, beta, temperature, sabotage=lambda: None):
-    """A loss that weighs tokens, and the student's gradients."""
+def measure_divergences(tiny_model, config, of_teacher, divergences_of, beta, temperature, sabotage=lambda: None):
+    """Measures a token-weighted divergence loss and its gradients with respect to the student."""
     sabotage()
     student, teacher = (
         tiny_model.load(megatron_config=config).train(),
@@ -54,23 +57,25 @@ def measured(tiny_model, config, of_teacher, divergences_of, beta, temperature, 
     loss.backward()
     assert all(parameter.grad is None for parameter in teacher.parameters())
     with torch.no_grad():
-        again = divergences_of(student.eval(), teacher, beta=beta, temperature=temperature, **batch)
-        torch.testing.assert_close(again, values.detach(), rtol=0, atol=1e-4)
+        recomputed = divergences_of(student.eval(), teacher, beta=beta, temperature=temperature, **batch)
+        torch.testing.assert_close(recomputed, values.detach(), rtol=0, atol=1e-4)
     return Measurement(loss.item(), 0, 0, _full(student, _gradients(student))), values.detach()
 
 
-def worst_error(model_type, text, beta, temperature=1.0, of_teacher=None, **kwargs):
+def compute_worst_error(model_type, text, beta, temperature=1.0, of_teacher=None, **kwargs):
     config, other = layout(text), layout(of_teacher or text)
     source = tiny_model(model_type)
-    [(expected, numbers)] = run_ranks(measured, 1, source, None, None, plain_divergences, beta, temperature)
-    found = run_ranks(
-        measured, count_ranks(config), source, config, other, token_kl_divergences, beta, temperature, **kwargs
+    [(expected, expected_values)] = run_ranks(
+        measure_divergences, 1, source, None, None, compute_reference_divergences, beta, temperature
     )
-    for measurement, values in found:
-        torch.testing.assert_close(values, numbers, rtol=1e-4, atol=1e-5)
-        assert measurement.loss == found[0][0].loss
-    errors = [error.value for error in gradient_errors(found[0][0], expected)]
-    return max(*errors, abs(found[0][0].loss / expected.loss - 1) / 1e-5)
+    results = run_ranks(
+        measure_divergences, ranks_of(config), source, config, other, token_kl_divergences, beta, temperature, **kwargs
+    )
+    for measurement, values in results:
+        torch.testing.assert_close(values, expected_values, rtol=1e-4, atol=1e-5)
+        assert measurement.loss == results[0][0].loss
+    errors = [error.value for error in gradient_errors(results[0][0], expected)]
+    return max(*errors, abs(results[0][0].loss / expected.loss - 1) / 1e-5)
 
 
 @pytest.mark.parametrize(
@@ -92,32 +97,32 @@ def worst_error(model_type, text, beta, temperature=1.0, of_teacher=None, **kwar
     ],
 )
 def test_divergences(model_type, text, beta, temperature, of_teacher):
-    assert worst_error(model_type, text, beta, temperature, of_teacher) <= 1
+    assert compute_worst_error(model_type, text, beta, temperature, of_teacher) <= 1
 
 
 @pytest.mark.parametrize("text", ["dp2+zero3", "pp2+dp2+zero3"])
-def test_divergences_where_weights_are_split(text):
-    """The loss is the same on all ranks, so that their average is one process's."""
-    assert worst_error("llama", text, 0.5) <= 1
+def test_divergences_with_zero3(text):
+    """All ranks compute the same loss, so the averaged gradients match the single-process run."""
+    assert compute_worst_error("llama", text, 0.5) <= 1
 
 
-def unreduced():
+def skip_vocab_reduction():
     vocab_divergence.reduce_over_vocabulary = lambda *args: None
 
 
-def forward_in_place_of_reverse():
+def swap_kl_direction():
     original = vocab_divergence._terms
     vocab_divergence._terms = lambda student, teacher, beta: original(student, teacher, 1 - beta)
 
 
-@pytest.mark.parametrize("sabotage", [unreduced, forward_in_place_of_reverse])
-def test_faults_are_found(sabotage):
+@pytest.mark.parametrize("sabotage", [skip_vocab_reduction, swap_kl_direction])
+def test_faults_are_detected(sabotage):
     with pytest.raises(AssertionError):
-        assert worst_error("llama", "tp2", 1.0, sabotage=sabotage) <= 1
+        assert compute_worst_error("llama", "tp2", 1.0, sabotage=sabotage) <= 1
 
 
-def test_nothing_of_vocabulary_size_is_kept(stories):
-    """Of two models in one process, in chunks of tokens."""
+def test_no_vocab_sized_tensor_is_saved_for_backward(stories):
+    """Single-process models: the divergence is computed in chunks of tokens."""
     models = [AutoModelForCausalLM.from_pretrained(stories) for _ in range(2)]
     ids = torch.arange(3, 403).view(4, 100)
     sizes = []
@@ -131,7 +136,7 @@ def test_nothing_of_vocabulary_size_is_kept(stories):
     assert max(sizes) < 400 * 512
 
 
-def test_what_is_refused(stories, tiny):
+def test_invalid_arguments_are_rejected(stories, tiny):
     student, teacher = AutoModelForCausalLM.from_pretrained(stories), AutoModelForCausalLM.from_pretrained(tiny)
     ids = torch.ones(1, 4, dtype=torch.long)
     with pytest.raises(ConfigError, match="vocabulary has 512 tokens, the teacher's 64"):
@@ -139,12 +144,12 @@ def test_what_is_refused(stories, tiny):
     with pytest.raises(ConfigError, match="beta = 2, temperature = 1.0: expected 0 <= beta <= 1"):
         token_kl_divergences(student, student, ids, beta=2, input_ids=ids)
 
-    def split(text, of_teacher, message):
+    def expect_layout_error(text, of_teacher, message):
         models = [
             AutoModelForCausalLM.from_pretrained(stories, megatron_config=layout(one)) for one in (text, of_teacher)
         ]
         with pytest.raises(UnsupportedError, match=message):
             token_kl_divergences(*models, ids, input_ids=ids)
 
-    run_ranks(split, 2, "pp2", "tp2", "pp_size=2, .*1f1b.*, the teacher tp_size=2, pp_size=1: ")
-    run_ranks(split, 2, "pp2", "pp2 zbv", "1f1b.*, the teacher .*'zbv': ")
+    run_ranks(expect_layout_error, 2, "pp2", "tp2", "pp_size=2, .*1f1b.*, the teacher tp_size=2, pp_size=1: ")
+    run_ranks(expect_layout_error, 2, "pp2", "pp2 zbv", "1f1b.*, the teacher .*'zbv': ")

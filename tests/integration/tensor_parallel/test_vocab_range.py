@@ -1,4 +1,4 @@
-"""Tokens and labels outside the vocabulary: the error of one process on every rank, and no rank left waiting."""
+"""Tests of tokens and labels outside the vocabulary: every rank raises `IndexError`, and none hangs."""
 
 import pytest
 import torch
@@ -13,14 +13,14 @@ VOCABULARY = 512
 LAYOUTS = ["tp2", "tp2+sp", "pp2", "tp2+pp2", "dp2"]
 
 
-def _load(stories, layout=None):
+def load_model(stories, layout=None):
     config = None
     if layout is not None:
         [config] = parse_layouts(layout)
     return AutoModelForCausalLM.from_pretrained(stories, megatron_config=config), config
 
 
-def _batch(name, value):
+def make_batch(name, value):
     ids = torch.arange(3, 27).view(2, 12)
     labels = ids.clone()
     labels[:, :3] = -100
@@ -31,51 +31,51 @@ def _batch(name, value):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_outside_the_vocabulary(stories, layout):
+def test_tokens_outside_the_vocabulary_raise(stories, layout):
     cases = [("input_ids", VOCABULARY), ("input_ids", -1), ("labels", VOCABULARY), ("labels", -1)]
-    model, config = _load(stories, None)[0], parse_layouts(layout)[0]
+    model, config = load_model(stories, None)[0], parse_layouts(layout)[0]
 
-    def raises(model):
+    def require_index_errors(model):
         for name, value in cases:
             for training in (True, False):
                 model.train(training)
                 with torch.set_grad_enabled(training), pytest.raises(IndexError):
-                    model(**_batch(name, value))
+                    model(**make_batch(name, value))
         return True
 
     def on_rank():
-        model = _load(stories, layout)[0]
-        assert raises(model)
-        # The model is whole after all of them.
-        return model.train()(**_batch("labels", 5)).loss.item()
+        model = load_model(stories, layout)[0]
+        assert require_index_errors(model)
+        # The model still works after the errors.
+        return model.train()(**make_batch("labels", 5)).loss.item()
 
-    assert raises(model)
-    expected = model.train()(**_batch("labels", 5)).loss.item()
+    assert require_index_errors(model)
+    expected = model.train()(**make_batch("labels", 5)).loss.item()
     assert run_ranks(on_rank, config.ranks_per_replica * (config.dp_size or 1)) == [
         pytest.approx(expected, rel=1e-5)
     ] * (config.ranks_per_replica * (config.dp_size or 1))
 
 
 @pytest.mark.parametrize("layout", ["tp2", "pp2", "dp2"])
-def test_labels_of_log_probs(stories, layout):
+def test_log_prob_labels_outside_the_vocabulary_raise(stories, layout):
     def on_rank():
-        model = _load(stories, layout)[0]
+        model = load_model(stories, layout)[0]
         for name, value in (("labels", VOCABULARY), ("labels", -1), ("input_ids", VOCABULARY)):
             with pytest.raises(IndexError):
-                token_log_probs(model, **_batch(name, value))
+                token_log_probs(model, **make_batch(name, value))
 
     run_ranks(on_rank, 2)
 
 
-def test_an_unchecked_token_is_found(stories):
-    """The seeded fault: nobody looks, and nobody owns the row."""
+def test_missing_token_check_is_detected(stories):
+    """Seeded fault: without the range check, no rank owns the vocabulary entry and none raises."""
 
     def on_rank():
         from hf_megatron.tensor_parallel import cross_entropy, embedding
 
         embedding.require_tokens = cross_entropy.require_tokens = lambda *args: None
         with pytest.raises(IndexError):
-            _load(stories, "tp2")[0](**_batch("input_ids", VOCABULARY))
+            load_model(stories, "tp2")[0](**make_batch("input_ids", VOCABULARY))
 
     with pytest.raises(RankError, match="DID NOT RAISE"):
         run_ranks(on_rank, 2)

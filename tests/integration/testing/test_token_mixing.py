@@ -33,49 +33,49 @@ MIXING = {
     "kimi_linear": {"self_attn"},
 }
 # Of these no rank of a row computes a part of the heads; Granite's mixer has one group of states for all of them.
-WHOLE = {"bloom", "falcon", "gptj", "granitemoehybrid"}
+FULL_SEQUENCE = {"bloom", "falcon", "gptj", "granitemoehybrid"}
 
 
 @functools.lru_cache(maxsize=1)
-def loaded(model_type):
+def load_case(model_type):
     tiny_model = make_tiny_model(CONFIG_MAPPING[model_type](), microbatches=1)
     state = plan(tiny_model.model_on_meta(), CP2, Axes.of(CP2, 0))
     return tiny_model.load(), state, {"input_ids": tiny_model.batches[0]["input_ids"]}
 
 
 @pytest.mark.parametrize("model_type", MIXING)
-def test_what_mixes_tokens_is_found_and_known(model_type):
-    model, state, batch = loaded(model_type)
+def test_mixing_modules_are_detected(model_type):
+    model, state, batch = load_case(model_type)
     layers = find_layers(model, state.spec, "cp_size")
-    found = {name.removeprefix(f"{layers}.").split(".")[1] for name in find_token_mixing(model, batch, layers)}
-    assert found == MIXING[model_type]
+    mixing_modules = {name.removeprefix(f"{layers}.").split(".")[1] for name in find_token_mixing(model, batch, layers)}
+    assert mixing_modules == MIXING[model_type]
     assert unknown_mixing(model, state.spec, batch) is None
-    assert (full_share(model, state) > 0) == (model_type in WHOLE)
+    assert (full_share(model, state) > 0) == (model_type in FULL_SEQUENCE)
 
 
-def test_a_layer_that_mixes_is_not_recorded(monkeypatch):
+def test_token_mixing_layer_fails_check(monkeypatch):
     """A row is no result of context parallelism, however near its numbers are."""
-    model, state, batch = loaded("llama")
+    model, state, batch = load_case("llama")
     stock = type(model.model.layers[0].mlp).forward
 
-    def mixing(self, hidden):
+    def mixing_forward(self, hidden):
         return stock(self, hidden) + hidden.roll(1, 1)
 
-    monkeypatch.setattr(type(model.model.layers[0].mlp), "forward", mixing)
+    monkeypatch.setattr(type(model.model.layers[0].mlp), "forward", mixing_forward)
     reason = unknown_mixing(model, state.spec, batch)
     assert reason is not None and "model.layers.0.mlp (LlamaMLP)" in reason
-    said = []
-    [row] = check.check_models(["llama"], [CP2], echo=said.append)
-    assert not row["passed"] and "tokens are mixed in model.layers.0.mlp" in row["worst"] and "DIFFERS" in said[0]
+    lines = []
+    [row] = check.check_models(["llama"], [CP2], echo=lines.append)
+    assert not row["passed"] and "tokens are mixed in model.layers.0.mlp" in row["worst"] and "DIFFERS" in lines[0]
 
 
-def test_full_shares_are_recorded():
+def test_full_sequence_share_is_recorded():
     [row] = check.check_models(["bloom"], [CP2], echo=lambda text: None)
     assert row["passed"] and 0.2 < row["whole"] < 0.4
 
 
-def test_a_model_is_left_as_it_was():
-    model, _, batch = loaded("llama")
+def test_detection_leaves_model_unchanged():
+    model, _, batch = load_case("llama")
     before = model.train()(**batch).logits
     find_token_mixing(model, batch, "model.layers")
     assert model.training and torch.equal(model(**batch).logits, before)

@@ -116,7 +116,7 @@ def test_replicated_weights_stay_equal(experts, text, recompute):
         assert not any(torch.equal(before[name], part) for name, part in after.items())
         return mesh.tp_rank, after, parallel_state(model).shardings
 
-    results = run_ranks(train, ranks_of(config))
+    results = run_ranks(train, count_ranks(config))
     compared = set()
     for one, (tp_rank, weights, shardings) in enumerate(results):
         for other_tp_rank, others, _ in results[:one]:
@@ -288,7 +288,7 @@ def one_process(fitted):
 
 @pytest.mark.parametrize("config", [TP2, SP2, PP2, DP2, TP2_PP2], ids=["tp2", "tp2+sp", "pp2", "dp2", "tp2+sp+pp2"])
 def test_loss_distribution_matches_single_process(fitted, one_process, config):
-    losses, *others = run_ranks(measure_losses, ranks_of(config), fitted, config, timeout=200)
+    losses, *others = run_ranks(measure_losses, count_ranks(config), fitted, config, timeout=200)
     assert all(torch.equal(losses, other) for other in others)
     assert paired_z_score(losses, one_process) < 4
     assert losses.std().item() == pytest.approx(one_process.std().item(), rel=0.3)
@@ -314,7 +314,7 @@ def test_rng_state_is_shared_and_replayed(gpt2, config):
     def on_rank():
         return train(0), train(0), train(1)
 
-    results = run_ranks(on_rank, ranks_of(config))
+    results = run_ranks(on_rank, count_ranks(config))
     assert all(other == results[0] for other in results)
     first, again, another = results[0]
     assert first == again and first[0] != another[0] and first[1] != another[1]

@@ -1,4 +1,4 @@
-"""Forward hooks and exchanged functions that look across entries of split tensors: as in one process, or refused."""
+"""Tests of user hooks and replaced functions on sharded activations: equal to a single process, or rejected."""
 
 import copy
 import re
@@ -33,30 +33,30 @@ LAYER = ("", "input_layernorm", "self_attn", "post_attention_layernorm", "mlp")
 LINEARS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.o_proj", "mlp.up_proj", "mlp.act_fn", "mlp.down_proj")
 
 
-def direction(size):
+def make_direction(size):
     vector = torch.randn(size, generator=torch.Generator().manual_seed(size))
     return vector / vector.norm()
 
 
-def change(x):
-    """Looks across the tokens and features of each of four rows."""
+def mix_entries(x):
+    """Mixes the tokens and features of each of four samples."""
     if x.dim() == 2:
-        return change(x.unflatten(0, (4, -1))).flatten(0, 1)
-    along = direction(x.shape[-1])
+        return mix_entries(x.unflatten(0, (4, -1))).flatten(0, 1)
+    along = make_direction(x.shape[-1])
     x = x + 0.5 * x.mean(1, keepdim=True) + x.cumsum(1) * 0.05
     x = x - 0.5 * (x @ along).unsqueeze(-1) * along
     return x + torch.softmax(x, -1) * x.std((1, 2), keepdim=True)
 
 
-def first(value, function):
+def apply_to_first(value, function):
     return (function(value[0]), *value[1:]) if isinstance(value, tuple) else function(value)
 
 
-def with_hooks(loop, register, names=LAYER, steps=2):
-    # A pipeline's rank has its own layers alone.
-    numbers = {name.split(".")[2] for name, _ in local_named_parameters(loop.model) if ".layers." in name}
-    own = [loop.model.model.layers[int(number)] for number in sorted(numbers)]
-    handles = [register(layer.get_submodule(name)) for layer in own for name in names]
+def train_with_hooks(loop, register, names=LAYER, steps=2):
+    # A pipeline rank has the layers of its stage only.
+    layer_ids = {name.split(".")[2] for name, _ in local_named_parameters(loop.model) if ".layers." in name}
+    local_layers = [loop.model.model.layers[int(number)] for number in sorted(layer_ids)]
+    handles = [register(layer.get_submodule(name)) for layer in local_layers for name in names]
     try:
         for seed in range(steps):
             loop.step(seed)
@@ -65,61 +65,65 @@ def with_hooks(loop, register, names=LAYER, steps=2):
             handle.remove()
 
 
-def changed_outputs(names):
-    return lambda loop: with_hooks(loop, _changing_output, names)
+def make_output_change_pattern(names):
+    return lambda loop: train_with_hooks(loop, register_output_change, names)
 
 
-def _changing_output(module):
-    return module.register_forward_hook(lambda module, args, output: first(output, change))
+def register_output_change(module):
+    return module.register_forward_hook(lambda module, args, output: apply_to_first(output, mix_entries))
 
 
-def _changing_input(module):
+def register_input_change(module):
     def hook(module, args, kwargs):
         if args:
-            return (change(args[0]), *args[1:]), kwargs
-        return args, kwargs | {"hidden_states": change(kwargs["hidden_states"])}
+            return (mix_entries(args[0]), *args[1:]), kwargs
+        return args, kwargs | {"hidden_states": mix_entries(kwargs["hidden_states"])}
 
     return module.register_forward_pre_hook(hook, with_kwargs=True)
 
 
-def outputs_of_blocks(loop):
-    with_hooks(loop, _changing_output, LAYER)
+def change_block_outputs(loop):
+    train_with_hooks(loop, register_output_change, LAYER)
 
 
-def outputs_inside(loop):
-    with_hooks(loop, _changing_output, LINEARS)
+def change_inner_outputs(loop):
+    train_with_hooks(loop, register_output_change, LINEARS)
 
 
-def inputs_of_blocks(loop):
-    with_hooks(loop, _changing_input, LAYER)
+def change_block_inputs(loop):
+    train_with_hooks(loop, register_input_change, LAYER)
 
 
-def inputs_inside(loop):
-    with_hooks(loop, _changing_input, LINEARS)
+def change_inner_inputs(loop):
+    train_with_hooks(loop, register_input_change, LINEARS)
 
 
-def prepended(loop):
+def prepend_hooks(loop):
     def register(module):
-        return module.register_forward_hook(lambda module, args, output: first(output, change), prepend=True)
+        return module.register_forward_hook(
+            lambda module, args, output: apply_to_first(output, mix_entries), prepend=True
+        )
 
-    with_hooks(loop, register, LAYER)
+    train_with_hooks(loop, register, LAYER)
 
 
-def statistics(loop):
+def record_statistics(loop):
     def register(module):
         def hook(module, args, kwargs, output):
             value = output[0] if isinstance(output, tuple) else output
-            given = args[0] if args else kwargs["hidden_states"]
-            found.append(torch.stack([value.mean(), value.std(), value[:, -1].norm(), given.mean(), given.std()]))
+            hidden_states = args[0] if args else kwargs["hidden_states"]
+            values.append(
+                torch.stack([value.mean(), value.std(), value[:, -1].norm(), hidden_states.mean(), hidden_states.std()])
+            )
 
         return module.register_forward_hook(hook, with_kwargs=True)
 
-    found = []
-    with_hooks(loop, register, (*LAYER, *LINEARS), steps=1)
-    loop.see("statistics", torch.stack(found))
+    values = []
+    train_with_hooks(loop, register, (*LAYER, *LINEARS), steps=1)
+    loop.see("record_statistics", torch.stack(values))
 
 
-def edits_in_place(loop):
+def edit_outputs_in_place(loop):
     def register(module):
         def hook(module, args, output):
             value = output[0] if isinstance(output, tuple) else output
@@ -127,11 +131,11 @@ def edits_in_place(loop):
 
         return module.register_forward_hook(hook)
 
-    with_hooks(loop, register, ("input_layernorm", "self_attn", "mlp.up_proj", "mlp.down_proj"))
+    train_with_hooks(loop, register, ("input_layernorm", "self_attn", "mlp.up_proj", "mlp.down_proj"))
 
 
-def edited_inputs(loop):
-    """The residual, which the norm's input is, changes as well."""
+def edit_inputs_in_place(loop):
+    """The input of the norm is the residual, so the residual changes as well."""
 
     def register(module):
         def hook(module, args):
@@ -139,29 +143,29 @@ def edited_inputs(loop):
 
         return module.register_forward_pre_hook(hook)
 
-    with_hooks(loop, register, ("post_attention_layernorm",))
+    train_with_hooks(loop, register, ("post_attention_layernorm",))
 
 
-def gradients_of_activations(loop):
-    """Clipped by the norm of all entries, and kept."""
-    kept = []
+def clip_activation_gradients(loop):
+    """Rescales activation gradients by their full norm, and retains them."""
+    outputs = []
 
     def register(module):
         def hook(module, args, output):
             value = output[0] if isinstance(output, tuple) else output
             value.register_hook(lambda gradient: gradient * 0.05 / gradient.norm())
             value.retain_grad()
-            kept.append(value)
+            outputs.append(value)
 
         return module.register_forward_hook(hook)
 
-    with_hooks(loop, register, (*LAYER, *LINEARS), steps=1)
-    loop.see("norms", torch.stack([value.grad.norm() for value in kept]))
-    loop.see("kept", torch.stack([value.grad.std() for value in kept]))
+    train_with_hooks(loop, register, (*LAYER, *LINEARS), steps=1)
+    loop.see("norms", torch.stack([value.grad.norm() for value in outputs]))
+    loop.see("kept", torch.stack([value.grad.std() for value in outputs]))
 
 
-def trained_inside(loop):
-    """A trained direction and a low-rank adapter beside a linear: their gradients are whole on every rank."""
+def train_hook_parameters(loop):
+    """Trains a direction and a low-rank adapter inside hooks; their gradients are complete on every rank."""
     generator = torch.Generator().manual_seed(1)
     vector = torch.randn(32, generator=generator).requires_grad_()
     down, up = (torch.randn(*size, generator=generator).mul_(0.3).requires_grad_() for size in ((32, 2), (2, 32)))
@@ -169,72 +173,74 @@ def trained_inside(loop):
     def register(module):
         if module is loop.model.model.layers[0].self_attn.q_proj:
             return module.register_forward_hook(lambda module, args, output: output + args[0] @ down @ up)
-        return module.register_forward_hook(lambda module, args, output: first(output, lambda x: x + vector * x.mean()))
+        return module.register_forward_hook(
+            lambda module, args, output: apply_to_first(output, lambda x: x + vector * x.mean())
+        )
 
-    with_hooks(loop, register, ("", "mlp", "self_attn.q_proj", "post_attention_layernorm"), steps=1)
+    train_with_hooks(loop, register, ("", "mlp", "self_attn.q_proj", "post_attention_layernorm"), steps=1)
     for name, tensor in (("vector", vector), ("down", down), ("up", up)):
         loop.see(name, tensor.grad)
 
 
-def recomputed(loop):
+def recompute_layers(loop):
     loop.model.gradient_checkpointing_enable({"use_reentrant": False})
     try:
-        with_hooks(loop, _changing_output, (*LAYER, *LINEARS))
-        with_hooks(loop, _changing_input, ("self_attn", "mlp.down_proj"))
+        train_with_hooks(loop, register_output_change, (*LAYER, *LINEARS))
+        train_with_hooks(loop, register_input_change, ("self_attn", "mlp.down_proj"))
     finally:
         loop.model.gradient_checkpointing_disable()
 
 
-def logits(loop):
-    handle = loop.model.lm_head.register_forward_hook(lambda module, args, output: change(output))
+def change_logits(loop):
+    handle = loop.model.lm_head.register_forward_hook(lambda module, args, output: mix_entries(output))
     loop.step(0)
     handle.remove()
 
 
-def noise(loop):
-    """Drawn for whole tensors: alike on all ranks, whatever is split."""
+def add_noise(loop):
+    """Adds noise drawn for full tensors, identical on all ranks regardless of the sharding."""
 
     def register(module):
         return module.register_forward_hook(
-            lambda module, args, output: first(output, lambda x: x + torch.rand_like(x) * 0.3)
+            lambda module, args, output: apply_to_first(output, lambda x: x + torch.rand_like(x) * 0.3)
         )
 
     torch.manual_seed(7)
-    with_hooks(loop, register, (*LAYER, *LINEARS))
+    train_with_hooks(loop, register, (*LAYER, *LINEARS))
 
 
-def marked(loop):
-    """Given what the rank has."""
+def apply_shard_safe_hooks(loop):
+    """Registers hooks that run on the local shards."""
 
     def register(module):
-        return module.register_forward_hook(shard_safe(lambda module, args, output: first(output, torch.sin)))
+        return module.register_forward_hook(shard_safe(lambda module, args, output: apply_to_first(output, torch.sin)))
 
-    with_hooks(loop, register, (*LAYER, *LINEARS))
+    train_with_hooks(loop, register, (*LAYER, *LINEARS))
 
 
-def removed(loop):
-    with_hooks(loop, _changing_output, LAYER, steps=1)
+def remove_hooks(loop):
+    train_with_hooks(loop, register_output_change, LAYER, steps=1)
     loop.step(1)
 
 
 EQUAL = {
     loop_pattern.__name__: loop_pattern
     for loop_pattern in (
-        outputs_of_blocks,
-        outputs_inside,
-        inputs_of_blocks,
-        inputs_inside,
-        prepended,
-        statistics,
-        edits_in_place,
-        edited_inputs,
-        gradients_of_activations,
-        trained_inside,
-        recomputed,
-        logits,
-        noise,
-        marked,
-        removed,
+        change_block_outputs,
+        change_inner_outputs,
+        change_block_inputs,
+        change_inner_inputs,
+        prepend_hooks,
+        record_statistics,
+        edit_outputs_in_place,
+        edit_inputs_in_place,
+        clip_activation_gradients,
+        train_hook_parameters,
+        recompute_layers,
+        change_logits,
+        add_noise,
+        apply_shard_safe_hooks,
+        remove_hooks,
     )
 }
 
@@ -253,29 +259,29 @@ def runs(path):
 
 @pytest.mark.parametrize("text", LAYOUTS)
 @pytest.mark.parametrize("loop_pattern", EQUAL)
-def test_equal(runs, loop_pattern, text):
+def test_patterns_match_single_process(runs, loop_pattern, text):
     runs.compare(text, loop_pattern)
 
 
-OF_EXPERTS = ("", "input_layernorm", "self_attn", "self_attn.v_proj", "mlp", "mlp.gate", "mlp.experts")
+EXPERT_MODULES = ("", "input_layernorm", "self_attn", "self_attn.v_proj", "mlp", "mlp.gate", "mlp.experts")
 
 
-def experts_outputs(loop):
-    with_hooks(loop, _changing_output, (*OF_EXPERTS[:-2], "mlp.experts"))
+def change_expert_outputs(loop):
+    train_with_hooks(loop, register_output_change, (*EXPERT_MODULES[:-2], "mlp.experts"))
 
 
-def experts_statistics(loop):
+def record_expert_statistics(loop):
     def register(module):
         def hook(module, args, output):
             value = output[0] if isinstance(output, tuple) else output
-            value.register_hook(lambda gradient: found.append(gradient.norm()) and None)
-            found.append(value.norm())
+            value.register_hook(lambda gradient: norms.append(gradient.norm()) and None)
+            norms.append(value.norm())
 
         return module.register_forward_hook(hook)
 
-    found = []
-    with_hooks(loop, register, OF_EXPERTS, steps=1)
-    loop.see("statistics", torch.stack(found).sort().values)
+    norms = []
+    train_with_hooks(loop, register, EXPERT_MODULES, steps=1)
+    loop.see("record_statistics", torch.stack(norms).sort().values)
 
 
 @pytest.fixture(scope="module")
@@ -298,146 +304,147 @@ def experts(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def expert_runs(experts):
-    return PatternRuns(
-        experts, {loop_pattern.__name__: loop_pattern for loop_pattern in (experts_outputs, experts_statistics)}
+    return Runs(
+        experts,
+        {loop_pattern.__name__: loop_pattern for loop_pattern in (change_expert_outputs, record_expert_statistics)},
     )
 
 
 @pytest.mark.parametrize("text", LAYOUTS)
-@pytest.mark.parametrize("loop_pattern", ["experts_outputs", "experts_statistics"])
-def test_equal_with_experts(expert_runs, loop_pattern, text):
+@pytest.mark.parametrize("loop_pattern", ["change_expert_outputs", "record_expert_statistics"])
+def test_patterns_with_experts_match_single_process(expert_runs, loop_pattern, text):
     expert_runs.compare(text, loop_pattern)
 
 
-ELSEWHERE = (outputs_of_blocks, inputs_inside)
+OTHER_LAYOUT_PATTERNS = (change_block_outputs, change_inner_inputs)
 
 
 @pytest.fixture(scope="module")
 def reference_runs(path):
-    return PatternRuns(path, {loop_pattern.__name__: loop_pattern for loop_pattern in ELSEWHERE})
+    return Runs(path, {loop_pattern.__name__: loop_pattern for loop_pattern in OTHER_LAYOUT_PATTERNS})
 
 
 @pytest.mark.parametrize("text", ["tp2+pp2", "tp2+sp+pp2", "tp2+dp2"])
-@pytest.mark.parametrize("loop_pattern", ELSEWHERE)
-def test_equal_on_other_layouts(reference_runs, loop_pattern, text):
+@pytest.mark.parametrize("loop_pattern", OTHER_LAYOUT_PATTERNS)
+def test_patterns_on_other_layouts_match_single_process(reference_runs, loop_pattern, text):
     reference_runs.compare(text, loop_pattern.__name__)
 
 
-def no_hooks(monkeypatch):
+def skip_hook_gathering(monkeypatch):
     monkeypatch.setattr(UserHooks, "_enter", lambda self, model, args: None)
 
 
-def gradients_not_summed(monkeypatch):
+def skip_gradient_reduction(monkeypatch):
     monkeypatch.setattr(Addends, "close", lambda self, unsharded: unsharded)
 
 
-def gradients_counted_twice(monkeypatch):
+def double_count_gradients(monkeypatch):
     monkeypatch.setattr(Addends, "open", lambda self, tensor: tensor)
 
 
-def parts_in_wrong_places(monkeypatch):
+def shuffle_shards(monkeypatch):
     close = Columns.close
     monkeypatch.setattr(Columns, "close", lambda self, unsharded: close(self, unsharded.flip(-1)))
 
 
-def tokens_added_up(monkeypatch):
+def sum_token_gradients(monkeypatch):
     gather = tensor_layouts.gather_from_ranks
     monkeypatch.setattr(tensor_layouts, "gather_from_ranks", lambda *arguments: gather(*arguments, sum_gradient=True))
 
 
 FAULTS = {
-    no_hooks: ("tp2", "outputs_inside"),
-    gradients_not_summed: ("tp2", "inputs_inside"),
-    gradients_counted_twice: ("tp2", "trained_inside"),
-    parts_in_wrong_places: ("tp2", "outputs_inside"),
-    tokens_added_up: ("tp2+sp", "outputs_of_blocks"),
+    skip_hook_gathering: ("tp2", "change_inner_outputs"),
+    skip_gradient_reduction: ("tp2", "change_inner_inputs"),
+    double_count_gradients: ("tp2", "train_hook_parameters"),
+    shuffle_shards: ("tp2", "change_inner_outputs"),
+    sum_token_gradients: ("tp2+sp", "change_block_outputs"),
 }
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_fault_is_seen(path, runs, fault, monkeypatch):
+def test_faults_are_detected(path, runs, fault, monkeypatch):
     text, loop_pattern = FAULTS[fault]
     expected = runs.of(None)
     fault(monkeypatch)
-    faulty = PatternRuns(path, {loop_pattern: EQUAL[loop_pattern]})
-    of = faulty.of
-    faulty.of = lambda parse_layout: expected if parse_layout is None else of(parse_layout)
+    faulty = Runs(path, {loop_pattern: EQUAL[loop_pattern]})
+    run_layout = faulty.of
+    faulty.of = lambda layout: expected if layout is None else run_layout(layout)
     with pytest.raises(AssertionError):
         faulty.compare(text, loop_pattern)
 
 
-def hook_of_all_modules(model):
+def register_global_hook(model):
     register_module_forward_hook(lambda module, args, output: None)
 
 
-def gradient_of_an_input(model):
+def hook_input_gradient(model):
     model.model.layers[0].mlp.down_proj.register_forward_pre_hook(
         lambda module, args: args[0].register_hook(lambda gradient: gradient.clamp(-1, 1)) and None
     )
 
 
-def exchanged(name, value):
-    def change(model):
+def replace_attribute(name, value):
+    def edit(model):
         owner, _, attribute = name.rpartition(".")
         setattr(model.model.layers[0].get_submodule(owner), attribute, value)
 
-    return change
+    return edit
 
 
-def patched_class(model):
+def patch_mlp_class(model):
     kind = next(base for base in type(model.model.layers[0].mlp).__mro__ if base.__name__ == "LlamaMLP")
     kind.forward = lambda self, x: self.down_proj(torch.softmax(self.up_proj(x), -1))
 
 
-def patched_function(model):
+def patch_rotary_function(model):
     modeling_llama.apply_rotary_pos_emb = lambda q, k, *args, **kwargs: (q - q.mean(1, keepdim=True), k)
 
 
-def patched(owner, name):
-    """Puts a function of one's own in the place of one that models or losses call."""
+def patch_function(owner, name):
+    """Returns an edit that wraps a function called by models or losses."""
 
-    def change(model):
+    def edit(model):
         stock = getattr(owner, name)
         setattr(owner, name, lambda *args, **kwargs: stock(*args, **kwargs))
 
-    return change
+    return edit
 
 
-def experts_of_ones_own(model):
+def register_custom_experts(model):
     ExpertsInterface.register("mixed", lambda self, hidden_states, *args: hidden_states)
     model.config._experts_implementation = "mixed"
 
 
-def attention_of_ones_own(model):
+def register_custom_attention(model):
     AttentionInterface.register(
         "mixed", lambda module, query, key, value, mask, **kwargs: (query.transpose(1, 2), None)
     )
     model.config._attn_implementation = "mixed"
 
 
-def other_class(model):
+def swap_mlp_class(model):
     mlp = model.model.layers[0].mlp
     kind = type(mlp)
     forward = {"forward": lambda self, x: kind.forward(self, x) - x.mean(1, keepdim=True)}
     mlp.__class__ = type("Centred", (kind,), forward)
 
 
-def called_by_a_hook(name, method=None):
-    def change(model):
+def call_module_in_hook(name, method=None):
+    def edit(model):
         layer = model.model.layers[0]
         layer.mlp.register_forward_hook(
             lambda module, args, output: output + getattr(layer.get_submodule(name), method or "__call__")(args[0])
         )
 
-    return change
+    return edit
 
 
-def weight_in_a_hook(model):
+def read_weight_in_hook(model):
     norm = model.model.layers[0].input_layernorm
     norm.register_forward_hook(lambda module, args, output: output * module.weight.pow(2).mean())
 
 
-def shorter(model):
+def drop_first_token(model):
     model.model.layers[0].mlp.register_forward_hook(lambda module, args, output: output[:, 1:])
 
 
@@ -446,52 +453,64 @@ class Centred(nn.Module):
         return x - x.mean(-1, keepdim=True)
 
 
-REFUSED = {
-    "all modules": (hook_of_all_modules, "tp2", "A global forward hook"),
-    "input's gradient": (gradient_of_an_input, "tp2", "requests the gradient of an input"),
+REJECTED = {
+    "all modules": (register_global_hook, "tp2", "A global forward hook"),
+    "input's gradient": (hook_input_gradient, "tp2", "requests the gradient of an input"),
     "softmax for an activation": (
-        exchanged("mlp.act_fn", nn.Softmax(-1)),
+        replace_attribute("mlp.act_fn", nn.Softmax(-1)),
         "tp2",
         "model.layers.0.mlp.act_fn (Softmax instead of",
     ),
-    "module of one's own": (exchanged("mlp.act_fn", Centred()), "tp2", "mlp.act_fn (Centred instead of"),
-    "forward": (exchanged("mlp.forward", lambda x: x), "tp2", "model.layers.0.mlp.forward was replaced"),
-    "layer's forward": (exchanged("forward", lambda hidden_states, **_: hidden_states), "tp2+sp", "layers.0.forward"),
-    "norm": (exchanged("input_layernorm", Centred()), "tp2+sp", "input_layernorm (Centred instead of"),
-    "class of a module": (other_class, "tp2", "model.layers.0.mlp.__class__ (Centred) was replaced"),
-    "call of a part": (called_by_a_hook("mlp.up_proj"), "tp2", "calls model.layers.0.mlp.up_proj (ColumnParallel"),
-    "call of its forward": (called_by_a_hook("mlp", "forward"), "tp2", "calls model.layers.0.mlp.gate_proj (Column"),
-    "call of a norm": (called_by_a_hook("input_layernorm"), "tp2+sp", "calls model.layers.0.input_layernorm (Llama"),
-    "weight of a norm": (weight_in_a_hook, "tp2+sp", "reads weight of a LlamaRMSNorm"),
-    "class": (patched_class, "tp2", "LlamaMLP.forward was replaced"),
-    "function": (patched_function, "tp2", "modeling_llama.apply_rotary_pos_emb was replaced"),
-    "experts": (experts_of_ones_own, "tp2", "experts_implementation='mixed' was replaced"),
-    "attention": (attention_of_ones_own, "tp2", "attn_implementation='mixed' was replaced"),
-    "torch's function": (patched(F, "silu"), "tp2", "torch.nn.functional.silu was replaced"),
-    "torch's attention": (patched(F, "scaled_dot_product_attention"), "tp2", "functional.scaled_dot_product_attention"),
-    "torch's loss": (patched(F, "cross_entropy"), "tp2", "torch.nn.functional.cross_entropy was replaced"),
-    "torch's module": (patched(nn.Embedding, "forward"), "tp2", "Embedding.forward was replaced"),
-    "transformers' loss": (patched(loss_utils, "fixed_cross_entropy"), "tp2", "fixed_cross_entropy was replaced"),
-    "other length": (shorter, "tp2+sp", "returned 8 tokens, expected 9"),
+    "module of one's own": (replace_attribute("mlp.act_fn", Centred()), "tp2", "mlp.act_fn (Centred instead of"),
+    "forward": (replace_attribute("mlp.forward", lambda x: x), "tp2", "model.layers.0.mlp.forward was replaced"),
+    "layer's forward": (
+        replace_attribute("forward", lambda hidden_states, **_: hidden_states),
+        "tp2+sp",
+        "layers.0.forward",
+    ),
+    "norm": (replace_attribute("input_layernorm", Centred()), "tp2+sp", "input_layernorm (Centred instead of"),
+    "class of a module": (swap_mlp_class, "tp2", "model.layers.0.mlp.__class__ (Centred) was replaced"),
+    "call of a part": (call_module_in_hook("mlp.up_proj"), "tp2", "calls model.layers.0.mlp.up_proj (ColumnParallel"),
+    "call of its forward": (call_module_in_hook("mlp", "forward"), "tp2", "calls model.layers.0.mlp.gate_proj (Column"),
+    "call of a norm": (call_module_in_hook("input_layernorm"), "tp2+sp", "calls model.layers.0.input_layernorm (Llama"),
+    "weight of a norm": (read_weight_in_hook, "tp2+sp", "reads weight of a LlamaRMSNorm"),
+    "class": (patch_mlp_class, "tp2", "LlamaMLP.forward was replaced"),
+    "function": (patch_rotary_function, "tp2", "modeling_llama.apply_rotary_pos_emb was replaced"),
+    "experts": (register_custom_experts, "tp2", "experts_implementation='mixed' was replaced"),
+    "attention": (register_custom_attention, "tp2", "attn_implementation='mixed' was replaced"),
+    "torch's function": (patch_function(F, "silu"), "tp2", "torch.nn.functional.silu was replaced"),
+    "torch's attention": (
+        patch_function(F, "scaled_dot_product_attention"),
+        "tp2",
+        "functional.scaled_dot_product_attention",
+    ),
+    "torch's loss": (patch_function(F, "cross_entropy"), "tp2", "torch.nn.functional.cross_entropy was replaced"),
+    "torch's module": (patch_function(nn.Embedding, "forward"), "tp2", "Embedding.forward was replaced"),
+    "transformers' loss": (
+        patch_function(loss_utils, "fixed_cross_entropy"),
+        "tp2",
+        "fixed_cross_entropy was replaced",
+    ),
+    "other length": (drop_first_token, "tp2+sp", "returned 8 tokens, expected 9"),
 }
 
 
-@pytest.mark.parametrize("what", REFUSED)
-def test_refused(path, what):
-    change, text, match = REFUSED[what]
+@pytest.mark.parametrize("what", REJECTED)
+def test_unsupported_edits_are_rejected(path, what):
+    edit, text, match = REJECTED[what]
 
     def on_rank():
-        model = AutoModelForCausalLM.from_pretrained(path, megatron_config=parse_layout(text)).train()
-        model(**make_batch(0)).loss.backward()
-        change(model)
+        model = AutoModelForCausalLM.from_pretrained(path, megatron_config=layout(text)).train()
+        model(**batch(0)).loss.backward()
+        edit(model)
         with pytest.raises(UnsupportedError, match=re.escape(match)):
             model(**make_batch(0))
 
     run_ranks(on_rank, 2)
 
 
-# Called by themselves with whole tensors: name -> the layouts on which that is one process's call.
-CALLED = {
+# Modules called alone with full tensors: name -> layouts on which the call matches a single process.
+CALLABLE_LAYOUTS = {
     "self_attn.q_proj": [],
     "mlp.gate_proj": [],
     "mlp.down_proj": [],
@@ -501,21 +520,21 @@ CALLED = {
 
 
 @pytest.mark.parametrize("text", ["tp2", "tp2+sp"])
-@pytest.mark.parametrize("name", CALLED)
-def test_modules_called_outside_of_the_model(path, name, text):
+@pytest.mark.parametrize("name", CALLABLE_LAYOUTS)
+def test_modules_called_outside_the_model(path, name, text):
     def penalty(config=None):
         model = AutoModelForCausalLM.from_pretrained(path, megatron_config=config).train()
         module = model.model.layers[0].get_submodule(name)
         width = module.in_features if isinstance(module, nn.Linear) else model.config.hidden_size
         x = torch.linspace(-1, 1, 2 * 6 * width).reshape(2, 6, width)
-        if config is not None and text not in CALLED[name]:
+        if config is not None and text not in CALLABLE_LAYOUTS[name]:
             with pytest.raises(UnsupportedError, match=rf"layers.0.{name}.* was called outside the model's forward"):
                 module(x)
             with pytest.raises(UnsupportedError, match="was called outside the model's forward"):
                 copy.deepcopy(model).model.layers[0].get_submodule(name)(x)
-            # The model itself goes on.
-            return model(**make_batch(0)).loss.item(), None
-        loss = module(x).pow(2).mean() + model(**make_batch(0)).loss
+            # The model itself still works.
+            return model(**batch(0)).loss.item(), None
+        loss = module(x).pow(2).mean() + model(**batch(0)).loss
         loss.backward()
         [(_, parameter), *_] = module.named_parameters()
         gradient = parameter.grad
@@ -528,7 +547,7 @@ def test_modules_called_outside_of_the_model(path, name, text):
 
 
 @pytest.mark.parametrize("name", ["LlamaMLP.forward", "apply_rotary_pos_emb"])
-def test_what_was_exchanged_before_loading_is_refused_unless_it_is_marked(path, name):
+def test_replacement_before_loading_must_be_shard_safe(path, name):
     def on_rank():
         owner = modeling_llama.LlamaMLP if "." in name else modeling_llama
         attribute = name.rpartition(".")[2]
@@ -555,7 +574,7 @@ def test_what_was_exchanged_before_loading_is_refused_unless_it_is_marked(path, 
         ("tp4", "self_attn.k_proj", "several ranks have the same key and value heads"),
     ],
 )
-def test_refused_by_name(experts, text, name, match, register):
+def test_unsupported_hooks_are_rejected(experts, text, name, match, register):
     def on_rank():
         model = AutoModelForCausalLM.from_pretrained(experts, megatron_config=parse_layout(text)).train()
         handle = getattr(model.model.layers[1].get_submodule(name), register)(lambda *_: None)
@@ -569,8 +588,8 @@ def test_refused_by_name(experts, text, name, match, register):
 
 
 @pytest.mark.parametrize("text", LAYOUTS)
-def test_what_is_recorded_has_gone_through_hooks_in_every_forward(experts, text):
-    """transformers registers what it records with in the first forward, behind hooks of users."""
+def test_recorded_outputs_include_user_hooks(experts, text):
+    """transformers registers its recording hooks in the first forward, after the user hooks."""
 
     def losses(config=None):
         model = AutoModelForCausalLM.from_pretrained(experts, megatron_config=config).train()
@@ -582,7 +601,7 @@ def test_what_is_recorded_has_gone_through_hooks_in_every_forward(experts, text)
     assert run_ranks(lambda: losses(parse_layout(text)), 2) == [expected] * 2
 
 
-def test_a_mark_holds_for_all_axes(path):
+def test_shard_safe_holds_for_all_axes(path):
     def step(config=None):
         model = AutoModelForCausalLM.from_pretrained(path, megatron_config=config).train()
         for layer in model.model.layers:
@@ -596,14 +615,14 @@ def test_a_mark_holds_for_all_axes(path):
     assert run_ranks(lambda: step(parse_layout("tp2+cp2")), 4) == [expected] * 4
 
 
-def test_gradients_by_what_a_hook_was_given_are_refused(path):
+def test_gradients_by_hook_inputs_are_rejected(path):
     def on_rank():
-        model = AutoModelForCausalLM.from_pretrained(path, megatron_config=parse_layout("tp2+sp")).train()
-        given = []
-        handle = model.model.layers[1].register_forward_hook(lambda module, args, output: given.append(args[0]))
-        loss = model(**make_batch(0)).loss
+        model = AutoModelForCausalLM.from_pretrained(path, megatron_config=layout("tp2+sp")).train()
+        hook_inputs = []
+        handle = model.model.layers[1].register_forward_hook(lambda module, args, output: hook_inputs.append(args[0]))
+        loss = model(**batch(0)).loss
         with pytest.raises(UnsupportedError, match="Gradient with respect to an input that was passed to a hook"):
-            torch.autograd.grad(loss, given)
+            torch.autograd.grad(loss, hook_inputs)
         handle.remove()
         model(**make_batch(0)).loss.backward()
 
@@ -617,8 +636,8 @@ def test_gradients_by_what_a_hook_was_given_are_refused(path):
         ("tp2", "transformer.h.0.self_attention", "would receive alibi of this rank's heads"),
     ],
 )
-def test_hooks_that_are_given_other_parts_are_refused(tmp_path, text, name, match):
-    """BLOOM's MLP is called with the residual, and its attention with a slope for each head."""
+def test_hooks_with_other_sharded_inputs_are_rejected(tmp_path, text, name, match):
+    """BLOOM passes the residual to its MLP, and per-head ALiBi slopes to its attention."""
     config = BloomConfig(vocab_size=64, hidden_size=32, n_layer=2, n_head=4)
     BloomForCausalLM(config).save_pretrained(tmp_path)
 
@@ -628,14 +647,14 @@ def test_hooks_that_are_given_other_parts_are_refused(tmp_path, text, name, matc
         with pytest.raises(UnsupportedError, match=f"forward hook of {name} .*{match}"):
             model(**make_batch(0))
         handle.remove()
-        # A mark says that the part will do.
+        # `shard_safe` declares that local shards suffice.
         model.get_submodule(name).register_forward_hook(shard_safe(lambda *_: None), with_kwargs=True)
         model(**make_batch(0)).loss.backward()
 
     run_ranks(on_rank, 2)
 
 
-def scaled_activation(model):
+def scale_activation(model):
     for layer in model.model.layers:
         layer.mlp.act_fn = nn.Tanh()
         layer.mlp.down_proj.forward = shard_safe(
@@ -643,15 +662,15 @@ def scaled_activation(model):
         )
 
 
-def copied(model):
+def copy_with_hook(model):
     duplicate = copy.deepcopy(model)
-    duplicate.model.layers[0].mlp.register_forward_hook(lambda module, args, output: change(output))
+    duplicate.model.layers[0].mlp.register_forward_hook(lambda module, args, output: mix_entries(output))
     return duplicate
 
 
-@pytest.mark.parametrize("prepare", [scaled_activation, copied])
+@pytest.mark.parametrize("prepare", [scale_activation, copy_with_hook])
 @pytest.mark.parametrize("text", LAYOUTS)
-def test_losses(path, prepare, text):
+def test_losses_match_single_process(path, prepare, text):
     def loss(config=None):
         model = AutoModelForCausalLM.from_pretrained(path, megatron_config=config).train()
         plain = model(**make_batch(0)).loss.item()
@@ -660,5 +679,5 @@ def test_losses(path, prepare, text):
 
     expected = loss()
     assert expected[1] != pytest.approx(expected[0], rel=1e-4)
-    for found in run_ranks(lambda: loss(parse_layout(text)), 2):
-        assert found == pytest.approx(expected, rel=1e-5)
+    for losses in run_ranks(lambda: loss(layout(text)), 2):
+        assert losses == pytest.approx(expected, rel=1e-5)
