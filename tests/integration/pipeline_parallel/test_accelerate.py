@@ -97,8 +97,8 @@ def require_close(found, expected, config):
 def test_loop_matches_single_process(stories, config):
     """Without data parallelism, the last batch has one sample, fewer than the microbatches, and forms its own step."""
     train_rows = 16 if config.dp_size else 17
-    expected = in_one_process(run_loop, stories, None, train_rows)
-    for result in run_ranks(run_loop, ranks_of(config), stories, config, train_rows):
+    expected = run_single_process(run_loop, stories, None, train_rows)
+    for result in run_ranks(run_loop, count_ranks(config), stories, config, train_rows):
         require_close(result, expected, config)
 
 
@@ -175,21 +175,21 @@ def test_fifty_steps_with_kill_and_resume(stories, story_texts, tmp_path):
 @pytest.mark.parametrize("config", LAYOUTS[:3], ids=["pp2", "zero1", "zero2"])
 def test_loop_that_divides_the_loss(stories, config):
     """The loss scale becomes known only in backward: the first step must be right as well as later ones."""
-    expected = in_one_process(run_loop, stories, None, divides=True)
-    for result in run_ranks(run_loop, ranks_of(config), stories, config, divides=True):
+    expected = run_single_process(run_loop, stories, None, divides=True)
+    for result in run_ranks(run_loop, count_ranks(config), stories, config, divides=True):
         require_close(result, expected, config)
 
 
 def test_bf16_error_is_bounded_by_single_process(stories):
-    exact = in_one_process(run_loop, stories, None)
-    expected = in_one_process(run_loop, stories, None, mixed_precision="bf16")
+    exact = run_single_process(run_loop, stories, None)
+    expected = run_single_process(run_loop, stories, None, mixed_precision="bf16")
 
     def error(found):
         return ((found[0] - exact[0]).abs() / exact[0].abs().clamp_min(1e-6)).max().item()
 
     assert 1e-5 < error(expected) < 0.1
     for config in (PP2, layout(dp_size=2)):
-        for result in run_ranks(run_loop, ranks_of(config), stories, config, mixed_precision="bf16"):
+        for result in run_ranks(run_loop, count_ranks(config), stories, config, mixed_precision="bf16"):
             assert error(result) <= 1.5 * error(expected)
 
 
@@ -206,7 +206,7 @@ class Fp32Linear(torch.nn.Module):
 
 
 def compute_autocast_gradients(path, config):
-    model = load(path, config)
+    model = load_model(path, config)
     layer = model.model.layers[0]
     if next(local_named_parameters(layer), None) is not None:
         layer.mlp.down_proj = Fp32Linear(layer.mlp.down_proj)
@@ -218,7 +218,7 @@ def compute_autocast_gradients(path, config):
 
 def test_scheduled_backward_is_not_autocast(stories):
     """With one microbatch, both runs round the same values in the same way."""
-    expected = in_one_process(compute_autocast_gradients, stories, None)
+    expected = run_single_process(compute_autocast_gradients, stories, None)
     rank_gradients = run_ranks(compute_autocast_gradients, 2, stories, layout(num_microbatches=1))
     # The two gradient contributions of tied weights are summed in a different order.
     assert worst(rank_gradients, expected) < 1e-6
@@ -245,9 +245,9 @@ def run_scaled_step(path, config, seed=None):
         waits = config is not None and config.dp_size and batch_idx == 0
         with model.no_sync() if waits else contextlib.nullcontext():
             with torch.autocast("cpu", torch.float16):
-                loss = model(**local_samples(model, stack(rows(4, batch_idx))), num_items_in_batch=items).loss
+                loss = model(**shard_batch(model, stack(rows(4, batch_idx))), num_items_in_batch=items).loss
             scaler.scale(loss / 2).backward()
-    grads = {name: local_tensor(gradient).clone() / 2**16 for name, gradient in gradients(model).items()}
+    grads = {name: local_tensor(gradient).clone() / 2**16 for name, gradient in gather_gradients(model).items()}
     scaler.step(optimizer)
     scaler.update()
     return grads, scaler.get_scale()
@@ -266,12 +266,12 @@ def worst(found, expected):
 
 @pytest.mark.parametrize("config", [PP2, layout(dp_size=2)], ids=["pp2", "zero1"])
 def test_fp16_gradients_do_not_vanish(stories, config):
-    expected, scale = in_one_process(run_scaled_step, stories, None)
-    results = run_ranks(run_scaled_step, ranks_of(config), stories, config)
+    expected, scale = run_single_process(run_scaled_step, stories, None)
+    results = run_ranks(run_scaled_step, count_ranks(config), stories, config)
     assert {other for _, other in results} == {scale} == {2.0**16}
     assert worst([rank for rank, _ in results], expected) < 5e-3
     # A backward seed of 1 loses most of the gradients.
-    unscaled = run_ranks(run_scaled_step, ranks_of(config), stories, config, 1.0)
+    unscaled = run_ranks(run_scaled_step, count_ranks(config), stories, config, 1.0)
     assert worst([rank for rank, _ in unscaled], expected) > 0.05
 
 
@@ -285,13 +285,13 @@ def compute_log_probs(model, batch):
 
 def preferences(path, config, accumulate=True):
     """Runs two batches of a hand-written DPO loss: two forwards with gradients, interleaved with others without."""
-    base_model = load(path, config)
+    base_model = load_model(path, config)
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
     # In a single process, `prepare` returns a wrapper.
     model = accelerator.prepare(base_model)
     losses = []
     for seed in (0, 1):
-        chosen, rejected = (local_samples(base_model, stack(rows(4, 10 * seed + part, 17))) for part in (0, 1))
+        chosen, rejected = (shard_batch(base_model, stack(rows(4, 10 * seed + part, 17))) for part in (0, 1))
         # Without an optimizer, Accelerate cannot detect the end of a step.
         with accelerator.no_sync(model) if seed == 0 else contextlib.nullcontext():
             good = compute_log_probs(model, chosen)
@@ -301,7 +301,7 @@ def preferences(path, config, accumulate=True):
             loss = -F.logsigmoid(0.01 * ((good - reference[0]) - (bad - reference[1]))).mean()
             accelerator.backward(loss)
         losses.append(accelerator.gather(loss.detach()).mean().item())
-    return {name: local_tensor(gradient).clone() for name, gradient in gradients(base_model).items()}, losses
+    return {name: local_tensor(gradient).clone() for name, gradient in gather_gradients(base_model).items()}, losses
 
 
 @pytest.mark.parametrize(
@@ -314,16 +314,16 @@ def preferences(path, config, accumulate=True):
     ids=["pp2", "zero2", "recompute interleaved"],
 )
 def test_preference_loss_with_several_forwards(stories, config):
-    expected, losses = in_one_process(preferences, stories, None)
-    results = run_ranks(preferences, ranks_of(config), stories, config)
+    expected, losses = run_single_process(preferences, stories, None)
+    results = run_ranks(preferences, count_ranks(config), stories, config)
     assert all(other == pytest.approx(losses, rel=1e-6) for _, other in results)
     assert worst([rank for rank, _ in results], expected) < 1e-5
 
 
 def mixed(path, config):
     """One backward through two model losses and a loss on logits, with factors unknown before the backward."""
-    model = load(path, config)
-    first, second = (local_samples(model, stack(rows(4, seed))) for seed in (0, 1))
+    model = load_model(path, config)
+    first, second = (shard_batch(model, stack(rows(4, seed))) for seed in (0, 1))
     losses = model(**first).loss, compute_log_probs(model, second).mean(), model(**second).loss
     (3 * losses[0] + losses[1] / 100 + 0.5 * losses[2]).backward()
     return {name: local_tensor(gradient).clone() for name, gradient in gather_gradients(model).items()}
@@ -331,5 +331,5 @@ def mixed(path, config):
 
 @pytest.mark.parametrize("config", [PP2, layout(dp_size=2, zero_stage=2)], ids=["pp2", "zero2"])
 def test_mixed_losses_in_one_step(stories, config):
-    expected = in_one_process(mixed, stories, None)
-    assert worst(run_ranks(mixed, ranks_of(config), stories, config), expected) < 1e-5
+    expected = run_single_process(mixed, stories, None)
+    assert worst(run_ranks(mixed, count_ranks(config), stories, config), expected) < 1e-5

@@ -28,7 +28,7 @@ def run_user_embeddings(path, text, prompts):
     optimizer = prepare_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
     losses = []
     for seed in range(3):
-        local_batch = local_samples(model, batch(seed))
+        local_batch = local_samples(model, make_batch(seed))
         embedding = model.get_input_embeddings()
         embedding.requires_grad_(seed < 2)
         inputs = embedding(local_batch["input_ids"]) * 1.3
@@ -77,7 +77,7 @@ def test_off_stage_embedding_values_raise(folder):
 def run_none_arguments(path, text):
     """Runs calls with fewer samples than microbatches and most arguments `None`."""
     model = load(path, text)
-    samples = {name: value[:3] for name, value in batch(0).items()}
+    samples = {name: value[:3] for name, value in make_batch(0).items()}
     none_kwargs = dict.fromkeys(("labels", "num_items_in_batch", "attention_mask", "position_ids", "shift_labels"))
     values = [
         model(**{**none_kwargs, "input_ids": samples["input_ids"]}).logits.float().square().mean(),
@@ -241,7 +241,7 @@ def step_in_evaluation_mode(path, text):
 @pytest.mark.parametrize("text", ["pp2", "dp2", "pp2+dp2"])
 def test_eval_mode_trains_on_global_batch(folder, text):
     [(expected, after)] = run_ranks(step_in_evaluation_mode, 1, folder, None)
-    config = layout(text)
+    config = parse_layout(text)
     results = run_ranks(step_in_evaluation_mode, config.ranks_per_replica * (config.dp_size or 1), folder, text)
     assert all(loss == pytest.approx(expected, rel=1e-5) for loss, _ in results)
     sums = results[0][1] if text == "pp2" else results[0][1] + results[-1][1]

@@ -98,8 +98,8 @@ def apart(found, expected):
 def compare(stories, tmp_path, config=PP2, tolerance=2e-6, own_sums=0, **kwargs):
     dp_size = config.dp_size or 1
     batch_sizes = {f"per_device_{kind}_batch_size": 4 // dp_size for kind in ("train", "eval")}
-    expected, _ = trained_alone(train, stories, **kwargs)
-    results = run_ranks(train, ranks_of(config), stories, tmp_path, config, timeout=200, **(batch_sizes | kwargs))
+    expected, _ = train_single_process(train, stories, **kwargs)
+    results = run_ranks(train, count_ranks(config), stories, tmp_path, config, timeout=200, **(batch_sizes | kwargs))
     assert len(expected) >= 4 and all(math.isfinite(value) for entry in expected for value in entry.values())
     for log, sums in results:
         assert log == results[0][0], "every rank logs the same"
@@ -259,8 +259,8 @@ def test_recompute(stories, tmp_path, recompute):
 
 
 def test_bf16_error_is_bounded_by_single_process(stories, tmp_path):
-    exact, _ = trained_alone(train, stories)
-    expected, _ = trained_alone(train, stories, bf16=True)
+    exact, _ = train_single_process(train, stories)
+    expected, _ = train_single_process(train, stories, bf16=True)
     assert 1e-5 < apart(expected, exact) < 0.05
     for config in (PP2, layout(tp_size=2)):
         for log, sums in run_ranks(train, count_ranks(config), stories, tmp_path, config, bf16=True):
@@ -309,7 +309,7 @@ class DoubleForwardLoss(TrainerCallback):
 
 def test_wrong_announced_loss_scale_is_corrected(stories, tmp_path):
     """The error is detected on the first gradients of a step; later losses use a second buffer."""
-    expected, _ = trained_alone(train, stories, callbacks=[DoubleForwardLoss()])
+    expected, _ = train_single_process(train, stories, callbacks=[DoubleForwardLoss()])
     for log, sums in run_ranks(train, 2, stories, tmp_path, PP2, callbacks=[DoubleForwardLoss()]):
         assert apart(log, expected) < 2e-6
         assert sums == 4

@@ -45,7 +45,7 @@ def runs(tmp_path_factory):
     for heads, entries in ((1, 64), (2, 64), (2, 66)):
         folder = tmp_path_factory.mktemp(f"heads{heads}")
         save_tiny(folder, num_key_value_heads=heads, vocab_size=entries)
-        models[heads, entries] = Runs(
+        models[heads, entries] = PatternRuns(
             folder, {"train_with_l2_penalty": train_with_l2_penalty, "cut by hand": train_with_manual_clipping}
         )
     return models

@@ -47,12 +47,12 @@ def evaluate_logits(loop):
     loop.step(0)
     for context in (torch.no_grad, torch.inference_mode):
         with context():
-            record_logits(loop, context.__name__, loop.model(**local_samples(loop.model, batch(1))))
+            record_logits(loop, context.__name__, loop.model(**local_samples(loop.model, make_batch(1))))
     loop.step(1)
 
 
 def differentiate_logits(loop):
-    output = loop.model(**local_samples(loop.model, batch(0)))
+    output = loop.model(**local_samples(loop.model, make_batch(0)))
     names, parameters = zip(*loop.model.named_parameters(), strict=True)
     gradients = torch.autograd.grad(z_loss(output), parameters)
     loop.seen |= gather_full_tensors(loop.model, dict(zip(names, gradients, strict=True)))

@@ -304,7 +304,7 @@ def experts(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def expert_runs(experts):
-    return Runs(
+    return PatternRuns(
         experts,
         {loop_pattern.__name__: loop_pattern for loop_pattern in (change_expert_outputs, record_expert_statistics)},
     )
@@ -321,7 +321,7 @@ OTHER_LAYOUT_PATTERNS = (change_block_outputs, change_inner_inputs)
 
 @pytest.fixture(scope="module")
 def reference_runs(path):
-    return Runs(path, {loop_pattern.__name__: loop_pattern for loop_pattern in OTHER_LAYOUT_PATTERNS})
+    return PatternRuns(path, {loop_pattern.__name__: loop_pattern for loop_pattern in OTHER_LAYOUT_PATTERNS})
 
 
 @pytest.mark.parametrize("text", ["tp2+pp2", "tp2+sp+pp2", "tp2+dp2"])
@@ -366,9 +366,9 @@ def test_faults_are_detected(path, runs, fault, monkeypatch):
     text, loop_pattern = FAULTS[fault]
     expected = runs.of(None)
     fault(monkeypatch)
-    faulty = Runs(path, {loop_pattern: EQUAL[loop_pattern]})
+    faulty = PatternRuns(path, {loop_pattern: EQUAL[loop_pattern]})
     run_layout = faulty.of
-    faulty.of = lambda layout: expected if layout is None else run_layout(layout)
+    faulty.of = lambda parse_layout: expected if parse_layout is None else run_layout(parse_layout)
     with pytest.raises(AssertionError):
         faulty.compare(text, loop_pattern)
 
@@ -500,8 +500,8 @@ def test_unsupported_edits_are_rejected(path, what):
     edit, text, match = REJECTED[what]
 
     def on_rank():
-        model = AutoModelForCausalLM.from_pretrained(path, megatron_config=layout(text)).train()
-        model(**batch(0)).loss.backward()
+        model = AutoModelForCausalLM.from_pretrained(path, megatron_config=parse_layout(text)).train()
+        model(**make_batch(0)).loss.backward()
         edit(model)
         with pytest.raises(UnsupportedError, match=re.escape(match)):
             model(**make_batch(0))
@@ -533,8 +533,8 @@ def test_modules_called_outside_the_model(path, name, text):
             with pytest.raises(UnsupportedError, match="was called outside the model's forward"):
                 copy.deepcopy(model).model.layers[0].get_submodule(name)(x)
             # The model itself still works.
-            return model(**batch(0)).loss.item(), None
-        loss = module(x).pow(2).mean() + model(**batch(0)).loss
+            return model(**make_batch(0)).loss.item(), None
+        loss = module(x).pow(2).mean() + model(**make_batch(0)).loss
         loss.backward()
         [(_, parameter), *_] = module.named_parameters()
         gradient = parameter.grad
@@ -617,10 +617,10 @@ def test_shard_safe_holds_for_all_axes(path):
 
 def test_gradients_by_hook_inputs_are_rejected(path):
     def on_rank():
-        model = AutoModelForCausalLM.from_pretrained(path, megatron_config=layout("tp2+sp")).train()
+        model = AutoModelForCausalLM.from_pretrained(path, megatron_config=parse_layout("tp2+sp")).train()
         hook_inputs = []
         handle = model.model.layers[1].register_forward_hook(lambda module, args, output: hook_inputs.append(args[0]))
-        loss = model(**batch(0)).loss
+        loss = model(**make_batch(0)).loss
         with pytest.raises(UnsupportedError, match="Gradient with respect to an input that was passed to a hook"):
             torch.autograd.grad(loss, hook_inputs)
         handle.remove()
@@ -679,5 +679,5 @@ def test_losses_match_single_process(path, prepare, text):
 
     expected = loss()
     assert expected[1] != pytest.approx(expected[0], rel=1e-4)
-    for losses in run_ranks(lambda: loss(layout(text)), 2):
+    for losses in run_ranks(lambda: loss(parse_layout(text)), 2):
         assert losses == pytest.approx(expected, rel=1e-5)
