@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tests.fuzz.models import MODELS, draw_features, has, is_random, simplest
-from tests.fuzz.patterns import LOOP_PATTERNS, patterns_of
+from tests.fuzz.patterns import LOOP_PATTERNS, get_patterns
 
 BATCH: Mapping[str, Any] = {
     "rows": 4,
@@ -40,7 +40,7 @@ LAYOUTS: Mapping[str, tuple[Mapping[str, Any], int]] = {
 }
 
 
-def ranks_of(layout: Mapping[str, Any]) -> int:
+def count_ranks(layout: Mapping[str, Any]) -> int:
     """Returns the number of ranks of a layout."""
     return math.prod(layout.get(f"{axis}_size", 1) for axis in ("tp", "cp", "pp", "dp"))
 
@@ -58,7 +58,7 @@ def fits(case: Mapping[str, Any], name: str) -> bool:
 def together(names: Sequence[str], layout: Mapping[str, Any]) -> bool:
     """Returns whether loop patterns override different steps and agree on the loss of a layout."""
     taken: set[str] = set()
-    loop_patterns = patterns_of(names)
+    loop_patterns = get_patterns(names)
     has_parts = layout.get("dp_size", 1) > 1 and any(loop_pattern.local for loop_pattern in loop_patterns)
     if has_parts and any(loop_pattern.of_full for loop_pattern in loop_patterns):
         return False
@@ -138,5 +138,5 @@ def draw_case(seed: int, number: int, only: Sequence[str] = (), layouts: Sequenc
 
 def draws(case: Mapping[str, Any]) -> bool:
     """Returns whether a case is random, so that only its ranks can be compared."""
-    loop_patterns = patterns_of(case["loop_patterns"])
+    loop_patterns = get_patterns(case["loop_patterns"])
     return is_random(case["config"]) or any(loop_pattern.random for loop_pattern in loop_patterns)

@@ -10,7 +10,7 @@ from torch import Tensor
 from tests.fuzz.pattern import LoopPattern
 
 
-def config_of(case: Mapping[str, Any], loop_patterns: Sequence[LoopPattern]) -> Any:
+def make_config(case: Mapping[str, Any], loop_patterns: Sequence[LoopPattern]) -> Any:
     """Returns the config of a case's model, changed by its loop patterns."""
     changes = {name: value for loop_pattern in loop_patterns for name, value in loop_pattern.changes.items()}
     return transformers.AutoConfig.for_model(case["type"], **{**case["config"], **changes})
@@ -19,7 +19,7 @@ def config_of(case: Mapping[str, Any], loop_patterns: Sequence[LoopPattern]) -> 
 def draw_model(case: Mapping[str, Any], loop_patterns: Sequence[LoopPattern], folder: str) -> None:
     """Saves a model with random weights, including norms and biases."""
     torch.manual_seed(case["seed"])
-    config = config_of(case, loop_patterns)
+    config = make_config(case, loop_patterns)
     model = getattr(transformers, case["class"]).from_config(config)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -32,7 +32,7 @@ def draw_model(case: Mapping[str, Any], loop_patterns: Sequence[LoopPattern], fo
     model.save_pretrained(folder)
 
 
-def batches_of(case: Mapping[str, Any], loop_patterns: Sequence[LoopPattern]) -> list[list[dict[str, Tensor]]]:
+def draw_batches(case: Mapping[str, Any], loop_patterns: Sequence[LoopPattern]) -> list[list[dict[str, Tensor]]]:
     """Draws the global microbatches of each step: `input_ids`, `attention_mask` and `labels` of `[batch, length]`."""
     batch_config = {
         **case["batch"],

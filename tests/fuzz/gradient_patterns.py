@@ -186,7 +186,7 @@ def _disable_no_sync(loop: Loop) -> None:
 
 _TWO = {"accumulation": 2}
 
-GRADIENT_HABITS = (
+GRADIENT_PATTERNS = (
     LoopPattern("plain", "loss, backward, step, `optimizer.zero_grad()`"),
     LoopPattern("model cleared", "`model.zero_grad()`", clear=_clear_model),
     LoopPattern("cleared by hand", "`p.grad = None` for every parameter", clear=_clear_by_hand),

@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from hf_megatron.testing.tolerances import GRADIENT_FLOOR, LOSS, Error, Judgement
-from tests.fuzz.patterns import patterns_of
+from tests.fuzz.patterns import get_patterns
 
 # Over three steps with momentum, rounding errors of the first accumulate.
 _LOGGED = 10 * LOSS
@@ -55,7 +55,7 @@ def judge_case(
     if "error" in one:
         trips = any(
             loop_pattern.trips and one["steps"] >= loop_pattern.acts
-            for loop_pattern in patterns_of(case["loop_patterns"])
+            for loop_pattern in get_patterns(case["loop_patterns"])
         )
         return {
             "judgment": "goes on" if trips else "accepted",
@@ -79,7 +79,7 @@ def _judge_failure(
     allowed = {one["kinds"][0]} if one is not None and "error" in one else set()
     # A rank that only reports the loss of other ranks is not informative.
     reporting = [rank for rank in failed if "MegatronError" in rank["kinds"] or rank["kinds"][0] in allowed]
-    acts = max((loop_pattern.acts for loop_pattern in patterns_of(case["loop_patterns"])), default=0)
+    acts = max((loop_pattern.acts for loop_pattern in get_patterns(case["loop_patterns"])), default=0)
     first = (reporting or failed)[0]
     worst = first["error"][:300]
     if any("Hang" in rank["kinds"] for rank in ranks):

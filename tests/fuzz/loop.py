@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from hf_megatron.config import MegatronConfig
 from hf_megatron.core.off_stage import local_named_parameters
 from hf_megatron.data_parallel.distributed_optimizer import prepare_optimizer
-from tests.fuzz.generators import batches_of, config_of
+from tests.fuzz.generators import draw_batches, make_config
 from tests.fuzz.pattern import LoopPattern
 
 
@@ -85,7 +85,7 @@ class Loop:
             layout = self.case["layout"]
             arguments["megatron_config"] = MegatronConfig(**layout, allow_unverified=False, timeout=60.0)
         if self.on_ranks and self.case["way"] == "from_config":
-            self.model = builder.from_config(config_of(self.case, self.loop_patterns), **arguments)
+            self.model = builder.from_config(make_config(self.case, self.loop_patterns), **arguments)
             self.model.save_pretrained(self.folder)
         else:
             self.model = builder.from_pretrained(self.folder, **arguments)
@@ -156,7 +156,7 @@ class Loop:
         if self.random:
             torch.manual_seed(1234 + self.rank)
         self.load()
-        self.batches = batches_of(self.case, self.loop_patterns)
+        self.batches = draw_batches(self.case, self.loop_patterns)
         if self.case["loop"] == "accelerate":
             import accelerate
 
@@ -276,9 +276,9 @@ def run_loop(
         return {"error": f"{kinds[0]}: {error}", "kinds": kinds, "steps": loop.steps, "traceback": text[-3000:]}
 
 
-def gradient_norm_of(case: Mapping[str, Any], loop_patterns: Sequence[LoopPattern], folder: str) -> float:
+def compute_gradient_norm(case: Mapping[str, Any], loop_patterns: Sequence[LoopPattern], folder: str) -> float:
     """Returns the single-process gradient norm of the plain loss, rounded to a power of two."""
     model = getattr(transformers, case["class"]).from_pretrained(folder, dtype=torch.float32).train()
-    model(**batches_of(case, loop_patterns)[0][0]).loss.backward()
+    model(**draw_batches(case, loop_patterns)[0][0]).loss.backward()
     total = sum(float(p.grad.pow(2).sum()) for p in model.parameters() if p.grad is not None) ** 0.5
     return 2.0 ** round(math.log2(total)) if total > 0 and math.isfinite(total) else 1.0

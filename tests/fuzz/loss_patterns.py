@@ -151,7 +151,7 @@ def _log_loss_around_backward(loop: Loop, loss: Tensor) -> None:
 
 _ROUTER_LOSS = {"output_router_logits": True, "router_aux_loss_coef": 0.5}
 
-LOSS_HABITS = (
+LOSS_PATTERNS = (
     LoopPattern("loss scaled", "`(loss / 4).backward()`", backward=_scale_loss),
     LoopPattern("loss squared", "a function of the loss", backward=_square_loss, of_full=True),
     LoopPattern("regularised", "the loss and a sum of squares of all parameters", backward=_regularize),

@@ -2,16 +2,16 @@
 
 from collections.abc import Iterable, Mapping
 
-from tests.fuzz.gradient_patterns import GRADIENT_HABITS
-from tests.fuzz.loss_patterns import LOSS_HABITS
+from tests.fuzz.gradient_patterns import GRADIENT_PATTERNS
+from tests.fuzz.loss_patterns import LOSS_PATTERNS
 from tests.fuzz.pattern import LoopPattern
-from tests.fuzz.weight_patterns import WEIGHT_HABITS
+from tests.fuzz.weight_patterns import WEIGHT_PATTERNS
 
 LOOP_PATTERNS: Mapping[str, LoopPattern] = {
-    loop_pattern.name: loop_pattern for loop_pattern in (*GRADIENT_HABITS, *LOSS_HABITS, *WEIGHT_HABITS)
+    loop_pattern.name: loop_pattern for loop_pattern in (*GRADIENT_PATTERNS, *LOSS_PATTERNS, *WEIGHT_PATTERNS)
 }
 
 
-def patterns_of(names: Iterable[str]) -> list[LoopPattern]:
+def get_patterns(names: Iterable[str]) -> list[LoopPattern]:
     """Returns the loop patterns of a case, in its order."""
     return [LOOP_PATTERNS[name] for name in names]

@@ -17,11 +17,11 @@ import torch.distributed as dist
 
 from hf_megatron.core.fork_harness import leave_parents_objects, make_ready_to_fork, run_ranks
 from hf_megatron.errors import RankError
-from tests.fuzz.cases import draws, ranks_of
+from tests.fuzz.cases import count_ranks, draws
 from tests.fuzz.generators import draw_model
 from tests.fuzz.judging import compare_runs, judge_case
-from tests.fuzz.loop import gradient_norm_of, run_loop
-from tests.fuzz.patterns import patterns_of
+from tests.fuzz.loop import compute_gradient_norm, run_loop
+from tests.fuzz.patterns import get_patterns
 
 _BETTER = {"float32": "float64", "bfloat16": "float32"}
 # A single-process run that moves by this fraction of the error through rounding alone is no reference.
@@ -48,7 +48,7 @@ def run_cases(
     for number, case in enumerate(cases):
         # Accelerator and Trainer keep per-process state.
         alone = case["loop"] != "plain" or "stock afterwards" in case["loop_patterns"]
-        groups.setdefault(number if alone else ranks_of(case["layout"]), []).append(case)
+        groups.setdefault(number if alone else count_ranks(case["layout"]), []).append(case)
     for group in groups.values():
         for first in range(0, len(group), _TOGETHER):
             for case, result in _run_group(group[first : first + _TOGETHER], timeout):
@@ -87,7 +87,7 @@ class _Run:
     @property
     def is_done(self) -> bool:
         """Whether a rank has written its result."""
-        return any((self.place / f"rank{rank}").exists() for rank in range(ranks_of(self.case["layout"])))
+        return any((self.place / f"rank{rank}").exists() for rank in range(count_ranks(self.case["layout"])))
 
     def full_case(self) -> dict[str, Any]:
         """Returns the case with the gradient norm of its model."""
@@ -98,22 +98,22 @@ class _Run:
         """Saves the random model and its gradient norm."""
         if self.case["way"] == "from_config":
             return
-        loop_patterns = patterns_of(self.case["loop_patterns"])
+        loop_patterns = get_patterns(self.case["loop_patterns"])
         try:
             draw_model(self.case, loop_patterns, str(self.place / "start"))
-            norm = gradient_norm_of(self.case, loop_patterns, str(self.place / "start"))
+            norm = compute_gradient_norm(self.case, loop_patterns, str(self.place / "start"))
         except Exception:  # noqa: BLE001, the loop raises it again and reports it
             norm = 1.0
         (self.place / "norm").write_bytes(pickle.dumps(norm))
 
     def on_rank(self) -> dict[str, Any]:
         """Trains on this rank."""
-        loop_patterns = patterns_of(self.case["loop_patterns"])
+        loop_patterns = get_patterns(self.case["loop_patterns"])
         return run_loop(self.full_case(), loop_patterns, str(self.place / "start"), str(self.place / "ranks"), True)
 
     def in_one_process(self) -> None:
         """Trains in this process."""
-        loop_patterns = patterns_of(self.case["loop_patterns"])
+        loop_patterns = get_patterns(self.case["loop_patterns"])
         case, place = self.full_case(), self.place
         result = run_loop(case, loop_patterns, str(place / "start"), str(place / "one"), False)
         (place / "one_process").write_bytes(pickle.dumps(result))
@@ -121,21 +121,21 @@ class _Run:
     def train_nearby(self) -> None:
         """Trains in this process in the next higher precision and from perturbed weights."""
         loop_patterns = [
-            loop_pattern for loop_pattern in patterns_of(self.case["loop_patterns"]) if loop_pattern.name != "bfloat16"
+            loop_pattern for loop_pattern in get_patterns(self.case["loop_patterns"]) if loop_pattern.name != "bfloat16"
         ]
         case, place = self.full_case(), self.place
         was_cast = len(loop_patterns) < len(self.case["loop_patterns"])
         precise = {} if was_cast else {"dtype": _BETTER[case["dtype"]]}
         disturbed: list[dict[str, Any]] = [{"disturbed": seed} for seed in range(1, _DISTURBED + 1)]
         for number, change in enumerate([precise, *disturbed]):
-            chosen = loop_patterns if number == 0 else patterns_of(self.case["loop_patterns"])
+            chosen = loop_patterns if number == 0 else get_patterns(self.case["loop_patterns"])
             result = run_loop(case | change, chosen, str(place / "start"), str(place / f"nearby{number}"), False)
             _write(place / f"nearby_process{number}", result)
 
     def judge(self, timeout: float) -> dict[str, Any]:
         """Reads the result files and returns the judgment."""
         missing = {"error": "the process died", "kinds": ["Died"], "steps": 0, "traceback": ""}
-        files = [self.place / f"rank{rank}" for rank in range(ranks_of(self.case["layout"]))]
+        files = [self.place / f"rank{rank}" for rank in range(count_ranks(self.case["layout"]))]
         ranks = [pickle.loads(file.read_bytes()) if file.exists() else missing for file in files]
         file = self.place / "one_process"
         one = pickle.loads(file.read_bytes()) if file.exists() else missing
@@ -162,7 +162,7 @@ class _Run:
 
 def _run_on_ranks(runs: list[_Run], timeout: float) -> None:
     """Runs cases on the same forks until one of them fails."""
-    size = ranks_of(runs[0].case["layout"])
+    size = count_ranks(runs[0].case["layout"])
 
     def on_rank() -> None:
         rank = dist.get_rank()

@@ -8,8 +8,8 @@ from types import ModuleType
 from typing import Any
 
 from tests.fuzz import generators, loop, pattern
-from tests.fuzz.cases import ranks_of
-from tests.fuzz.patterns import patterns_of
+from tests.fuzz.cases import count_ranks
+from tests.fuzz.patterns import get_patterns
 
 _PLACES = (
     "made",
@@ -81,7 +81,7 @@ def reproduction(case: Mapping[str, Any], result: Mapping[str, Any], norm: float
         result: its `judgment` and `worst`, for the docstring.
         norm (`float`): gradient norm of the plain loss, rounded to a power of two.
     """
-    one, ranks = "python case.py", f"torchrun --nproc_per_node {ranks_of(case['layout'])} case.py"
+    one, ranks = "python case.py", f"torchrun --nproc_per_node {count_ranks(case['layout'])} case.py"
     # A model created on the ranks is available to the single process only afterwards.
     ranks_first = case["way"] == "from_config"
     first, second = (ranks, one) if ranks_first else (one, ranks)
@@ -89,7 +89,9 @@ def reproduction(case: Mapping[str, Any], result: Mapping[str, Any], norm: float
     text = _BEGIN.format(judgment=result["judgment"], worst=worst, first=first, second=second)
     text += _join_modules(pattern, generators, loop)
     functions: dict[str, str] = {}
-    constructors = [_format_constructor(loop_pattern, functions) for loop_pattern in patterns_of(case["loop_patterns"])]
+    constructors = [
+        _format_constructor(loop_pattern, functions) for loop_pattern in get_patterns(case["loop_patterns"])
+    ]
     text += "".join("\n\n" + source for source in functions.values())
     text += f"\n\nLOOP_PATTERNS = [{', '.join(constructors)}]\n"
     text += f"NORM = {norm}\nSECOND = {not ranks_first}\nCASE = {pprint.pformat(dict(case), width=110)}\n\n"

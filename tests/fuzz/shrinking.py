@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import Any
 
-from tests.fuzz.cases import BATCH, fits, ranks_of
+from tests.fuzz.cases import BATCH, count_ranks, fits
 from tests.fuzz.judging import ACCEPTED
 from tests.fuzz.models import simplest
 from tests.fuzz.runner import run_cases
@@ -43,7 +43,7 @@ def _simpler_layouts(case: dict[str, Any]) -> Iterator[dict[str, Any]]:
             less.pop("sequence_parallel", None)
         if field == "dp_size":
             less.pop("zero_stage", None)
-        if ranks_of(less) > 1:
+        if count_ranks(less) > 1:
             yield {"layout": less}
         if isinstance(layout[field], int) and layout[field] > 2 and field.endswith("size"):
             yield {"layout": layout | {field: 2}}
@@ -94,7 +94,7 @@ def _apply_change(case: dict[str, Any], before: dict[str, Any], change: dict[str
 def _is_valid(case: dict[str, Any]) -> bool:
     layout = case["layout"]
     return (
-        ranks_of(layout) > 1
+        count_ranks(layout) > 1
         and all(fits(case, loop_pattern) for loop_pattern in case["loop_patterns"])
         and case["batch"]["rows"] >= layout.get("dp_size", 1)
         and ("sequence_parallel" not in layout or "tp_size" in layout)

@@ -227,7 +227,7 @@ def _make_stock_accelerator(loop: Loop) -> None:
 
 _JITTER = {"router_jitter_noise": 0.3}
 
-WEIGHT_HABITS = (
+WEIGHT_PATTERNS = (
     LoopPattern("weights scaled", "`p.mul_(0.5)` between steps", after_step=_scale_weights, acts=1),
     LoopPattern("data scaled", "`p.data = p.data * 0.5` between steps", after_step=_scale_data, acts=1),
     LoopPattern("data copied", "`p.data.copy_(...)` between steps", after_step=_copy_data, acts=1),

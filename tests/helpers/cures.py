@@ -3,8 +3,8 @@
     python -m tests.helpers.cures            # every cure, by file
     python -m tests.helpers.cures --missing  # cures that `tests/data/cures.json` does not list
 
-`tests/data/cures.json` maps a file to its cures, and each cure to the test that follows it: a test id, or `external: ` and
-the reason why it cannot be followed in this repository. `tests/unit/test_cures.py` keeps the file complete.
+`tests/data/cures.json` maps a file to its cures, and each cure to the test that follows it: a test id, or `external: `
+and the reason why it cannot be followed in this repository. `tests/unit/test_cures.py` keeps the file complete.
 """
 
 import argparse

@@ -22,5 +22,7 @@ def test_listed_places_exist(place):
         assert len(reason.split()) > 3
         return
     file, _, name = place.partition("::")
-    names = {node.name for node in ast.walk(ast.parse((ROOT / file).read_text("utf-8"))) if isinstance(node, ast.FunctionDef)}
+    names = {
+        node.name for node in ast.walk(ast.parse((ROOT / file).read_text("utf-8"))) if isinstance(node, ast.FunctionDef)
+    }
     assert re.sub(r"\[.*", "", name) in names

@@ -9,9 +9,9 @@ from hf_megatron.core.fork_harness import run_ranks
 from tests.integration.integrations.trainer.test_resume import (
     LAYOUTS,
     SAVED,
-    all_full_tensors,
     load_and_save_again,
     ranks_of,
+    read_full_tensors,
     save_after_steps,
     train,
 )
@@ -50,7 +50,7 @@ def test_fault_14_resharded_state_is_bit_equal(stories, tmp_path, saved_checkpoi
         load_and_save_again, 1, stories, saved_checkpoint, tmp_path / "one" / "checkpoint-2", None, torch.float32
     )
     assert losses == pytest.approx([expected] * len(losses), rel=1e-6)
-    before, after = all_full_tensors(saved_checkpoint), all_full_tensors(tmp_path / "checkpoint-2")
+    before, after = read_full_tensors(saved_checkpoint), read_full_tensors(tmp_path / "checkpoint-2")
     assert len(before) == len(after) == 3 * 47
     assert all(torch.equal(before[name], after[name]) for name in before)
 

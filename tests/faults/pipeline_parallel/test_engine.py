@@ -11,11 +11,21 @@ from hf_megatron.pipeline_parallel.loss_grad_scale import ScheduledGradients
 from hf_megatron.pipeline_parallel.tied_weight_grads import TiedGradients
 from tests.helpers.dp_training import count_ranks
 from tests.helpers.references import train_single_process
-from tests.integration.pipeline_parallel.test_accelerate import mixed, preferences, worst
-from tests.integration.pipeline_parallel.test_trainer import PP2, OwnLoss, apart, layout, train
+from tests.integration.pipeline_parallel.test_accelerate import (
+    compute_mixed_loss_gradients,
+    compute_preference_gradients,
+    max_gradient_error,
+)
+from tests.integration.pipeline_parallel.test_trainer import (
+    PP2,
+    VaryingLossScale,
+    layout,
+    max_relative_difference,
+    train,
+)
 
 STORES = (PlainGradients, GradientReducer)
-ACCUMULATED = {"max_steps": 2, "trainer_class": OwnLoss}
+ACCUMULATED = {"max_steps": 2, "trainer_class": VaryingLossScale}
 
 
 def double_later_batches():
@@ -106,14 +116,14 @@ def test_accumulation(stories, tmp_path, log, fault):
     except RankError:
         assert fault is accumulate_gradients_directly, "they are there already"
         return
-    assert (apart(results[0][0], log) < 2e-6) == (fault is apply_no_fault)
+    assert (max_relative_difference(results[0][0], log) < 2e-6) == (fault is apply_no_fault)
 
 
 def test_wrong_announced_scale_is_detected(stories, tmp_path):
     """The mismatch is detected before gradients are accumulated with the wrong scale."""
     results = run_ranks(run_with_fault, 2, skip_accumulation_division, train, stories, tmp_path, PP2, max_steps=2)
     assert all(sums for _, sums in results), "it was believed"
-    assert apart(results[0][0], train_single_process(train, stories, max_steps=2)[0]) < 2e-6
+    assert max_relative_difference(results[0][0], train_single_process(train, stories, max_steps=2)[0]) < 2e-6
 
 
 def skip_tied_gradient_sum():
@@ -127,16 +137,16 @@ def flush_with_unit_factor():
 @pytest.mark.parametrize(
     ("function", "fault"),
     [
-        (preferences, skip_tied_gradient_sum),
-        (mixed, flush_with_unit_factor),
+        (compute_preference_gradients, skip_tied_gradient_sum),
+        (compute_mixed_loss_gradients, flush_with_unit_factor),
     ],
 )
 def test_faults_in_multi_forward_losses_are_detected(stories, function, fault):
-    result = lambda found: found[0] if function is preferences else found  # noqa: E731
+    result = lambda found: found[0] if function is compute_preference_gradients else found  # noqa: E731
     [expected] = run_ranks(function, 1, stories, None)
     config = layout(dp_size=2, zero_stage=2, num_microbatches=2)
     try:
         results = run_ranks(run_with_fault, count_ranks(config), fault, function, stories, config)
     except RankError:
         return
-    assert worst([result(rank) for rank in results], result(expected)) > 1e-3
+    assert max_gradient_error([result(rank) for rank in results], result(expected)) > 1e-3

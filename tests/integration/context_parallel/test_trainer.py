@@ -38,7 +38,7 @@ LAYOUTS = {
 LOGGED = ("loss", "grad_norm", "eval_loss", "learning_rate", "step")
 
 
-def rows(count, seed):
+def make_dataset(count, seed):
     generator = torch.Generator().manual_seed(seed)
     lengths = torch.randint(2, 40, (count,), generator=generator).tolist()
     return [{"input_ids": torch.randint(1, 64, (length,), generator=generator).tolist()} for length in lengths]
@@ -61,8 +61,8 @@ def train(source, output, layout, resume=None, **options):
     trainer = Trainer(
         model,
         TrainingArguments(str(output), **OPTIONS | options),
-        train_dataset=rows(40, 0),
-        eval_dataset=rows(7, 1),
+        train_dataset=make_dataset(40, 0),
+        eval_dataset=make_dataset(7, 1),
         data_collator=collate,
     )
     trainer.train(resume_from_checkpoint=str(resume) if isinstance(resume, Path) else resume)
@@ -74,7 +74,7 @@ def train(source, output, layout, resume=None, **options):
         torch.manual_seed(3)
         samples = model.generate(prompt, max_new_tokens=4, do_sample=True, pad_token_id=0)
         logits = model(input_ids=prompt).logits
-    prediction = trainer.predict(rows(5, 2))
+    prediction = trainer.predict(make_dataset(5, 2))
     model.save_pretrained(output / "final")
     logs = [{name: entry[name] for name in LOGGED if name in entry} for entry in trainer.state.log_history]
     texts = [text.tolist(), beams.tolist(), samples.tolist()]
@@ -166,7 +166,9 @@ class KillAtStep(TrainerCallback):
 def train_until_killed(source, output):
     model = AutoModelForCausalLM.from_pretrained(source, megatron_config=MegatronConfig(**LAYOUTS["cp2"]))
     arguments = TrainingArguments(str(output), **OPTIONS)
-    trainer = Trainer(model, arguments, train_dataset=rows(40, 0), eval_dataset=rows(7, 1), data_collator=collate)
+    trainer = Trainer(
+        model, arguments, train_dataset=make_dataset(40, 0), eval_dataset=make_dataset(7, 1), data_collator=collate
+    )
     trainer.add_callback(KillAtStep())
     trainer.train()
 

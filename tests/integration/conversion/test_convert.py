@@ -31,7 +31,7 @@ def split(to: str, **sizes: int) -> TargetOptions:
     return TargetOptions(tp_size=2, **sizes) if to.startswith("megatron") else TargetOptions()
 
 
-def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
+def load_tensors(folder: Path) -> dict[str, torch.Tensor]:
     tensors = {}
     for path in folder.glob("*.safetensors"):
         with safe_open(path, "pt") as file:
@@ -41,7 +41,7 @@ def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
 
 def assert_equal(first: Path, second: Path) -> None:
     """Asserts equal names, dtypes and bytes of all tensors."""
-    one, other = tensors_of(first), tensors_of(second)
+    one, other = load_tensors(first), load_tensors(second)
     assert one.keys() == other.keys()
     for name in one:
         assert one[name].dtype == other[name].dtype, name

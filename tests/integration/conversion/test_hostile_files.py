@@ -13,8 +13,8 @@ from transformers import SwitchTransformersConfig
 
 from hf_megatron.conversion import convert, plan_conversion
 from hf_megatron.errors import CheckpointError
-from tests.integration.conversion.test_messages import refused, run
-from tests.integration.conversion.test_third_party_files import llama, with_config
+from tests.integration.conversion.test_messages import get_error, run
+from tests.integration.conversion.test_third_party_files import copy_with_config, llama
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +51,7 @@ def test_auxiliary_files_must_be_regular_files_in_folder(hf, tmp_path, name, ins
     if name not in ("README.md", "loss.png") and instead == "endless":
         message = "is not a weight file and too large to copy"
     for to in ("hf", "torch_dist"):
-        error = refused(source, tmp_path / "out", to)
+        error = get_error(source, tmp_path / "out", to)
         assert name in error and message.replace("README.md", name) in error
     with pytest.raises(CheckpointError, match=name):
         plan_conversion(source, tmp_path / "out", "hf")
@@ -128,7 +128,7 @@ for folder in sys.argv[2:]:
 def test_hostile_configs_run_no_code_and_report_one_line(hf, tmp_path):
     """transformers asks on the terminal whether to run a folder's code, and logs config values unescaped."""
     for name, (changes, _) in CONFIGS.items():
-        source = with_config(hf, tmp_path / name, **changes)
+        source = copy_with_config(hf, tmp_path / name, **changes)
         (source / "m.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n", "utf-8")
     folders = [str(tmp_path / name) for name in CONFIGS]
     command = [sys.executable, "-c", CALL, str(tmp_path / "out"), *folders]
@@ -144,14 +144,14 @@ def test_hostile_configs_run_no_code_and_report_one_line(hf, tmp_path):
 
 def test_custom_code_for_known_type_is_not_run(hf, tmp_path):
     """DeepSeek-V3 and Phi-3 repositories have such files, and need none of them."""
-    source = with_config(hf, tmp_path / "source", auto_map=OWN_CODE["auto_map"])
+    source = copy_with_config(hf, tmp_path / "source", auto_map=OWN_CODE["auto_map"])
     (source / "m.py").write_text("raise SystemExit('ran')\n", "utf-8")
     convert(source, tmp_path / "out", "hf", verify=True, logits=True)
 
 
 @pytest.mark.parametrize("command", ["plan", "check"])
 def test_plan_and_check_run_no_custom_code(hf, tmp_path, command):
-    source = with_config(hf, tmp_path / "source", **OWN_CODE)
+    source = copy_with_config(hf, tmp_path / "source", **OWN_CODE)
     (source / "m.py").write_text("raise SystemExit('ran')\n", "utf-8")
     code, lines = run(command, source)
     assert code == 2 and len(lines) == 1 and "auto_map specifies custom code" in lines[0]
@@ -162,10 +162,10 @@ def test_oversized_and_linked_configs_are_not_read(hf, tmp_path):
     shutil.copytree(hf, source)
     (source / "config.json").unlink()
     make_sparse_file(source / "config.json")
-    assert "config.json has 6442450944 bytes; the limit is" in refused(source, tmp_path / "out")
+    assert "config.json has 6442450944 bytes; the limit is" in get_error(source, tmp_path / "out")
     (source / "config.json").unlink()
     (source / "config.json").symlink_to("/etc/hostname")
-    assert "config.json leads out of the checkpoint" in refused(source, tmp_path / "out")
+    assert "config.json leads out of the checkpoint" in get_error(source, tmp_path / "out")
 
 
 def test_config_with_too_many_modules_is_rejected(hf, tmp_path, monkeypatch):
@@ -178,6 +178,6 @@ def test_config_with_too_many_modules_is_rejected(hf, tmp_path, monkeypatch):
     config.num_sparse_encoder_layers = config.encoder_sparse_step = 1
     config.save_pretrained(source)
     assert "does not define a valid SwitchTransformersForConditionalGeneration" in (
-        error := refused(source, tmp_path / "out")
+        error := get_error(source, tmp_path / "out")
     )
     assert "it has more than 1000 modules" in error

@@ -22,7 +22,7 @@ from typer.testing import CliRunner
 from hf_megatron import CheckpointError
 from hf_megatron.cli import app
 from hf_megatron.conversion import compare, convert
-from tests.integration.conversion.test_third_party_files import llama, with_config
+from tests.integration.conversion.test_third_party_files import copy_with_config, llama
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +32,7 @@ def hf(tmp_path_factory) -> Path:
     return folder
 
 
-def refused(source: Path, target: Path, to: str = "hf", **wanted) -> str:
+def get_error(source: Path, target: Path, to: str = "hf", **wanted) -> str:
     """Returns the one-line error of a rejected conversion."""
     with pytest.raises(CheckpointError) as raised:
         convert(source, target, to, **wanted)
@@ -54,7 +54,7 @@ CONFIGS = {
 @pytest.mark.parametrize("case", CONFIGS)
 def test_invalid_config_value_is_reported(hf, tmp_path, case):
     changes, message = CONFIGS[case]
-    assert message in refused(with_config(hf, tmp_path / "source", **changes), tmp_path / "out")
+    assert message in get_error(copy_with_config(hf, tmp_path / "source", **changes), tmp_path / "out")
 
 
 def test_invalid_file_name_is_rejected(hf, tmp_path):
@@ -63,7 +63,7 @@ def test_invalid_file_name_is_rejected(hf, tmp_path):
     (source / "model.safetensors").rename(source / "model-1.safetensors")
     index = {"weight_map": dict.fromkeys(("lm_head.weight",), "model\ud800.safetensors")}
     (source / "model.safetensors.index.json").write_text(json.dumps(index), "utf-8")
-    assert "the name is invalid" in refused(source, tmp_path / "out")
+    assert "the name is invalid" in get_error(source, tmp_path / "out")
 
 
 def test_store_format_in_error_is_truncated(hf, tmp_path):
@@ -71,7 +71,7 @@ def test_store_format_in_error_is_truncated(hf, tmp_path):
     convert(hf, source, "torch_dist")
     [file] = source.rglob("metadata.json")
     file.write_text(json.dumps({"sharded_backend": "t" + "[" * 5000, "sharded_backend_version": 1}), "utf-8")
-    assert len(refused(source, tmp_path / "out")) < 1000
+    assert len(get_error(source, tmp_path / "out")) < 1000
 
 
 OTHER_KINDS: dict[str, tuple[Callable[[Path], object], str]] = {
@@ -94,7 +94,7 @@ def test_unexpected_file_kinds_are_reported(hf, tmp_path, name, kind):
     shutil.copytree(hf, source)
     (source / name).unlink()
     make(source / name)
-    error = refused(source, tmp_path / "out")
+    error = get_error(source, tmp_path / "out")
     assert name in error and message in error
 
 
@@ -109,7 +109,7 @@ def test_tensor_without_name_rule_is_reported(tmp_path):
             pad_token_id=0,
         )
     ).save_pretrained(tmp_path / "source")
-    error = refused(tmp_path / "source", tmp_path / "out", "megatron_core")
+    error = get_error(tmp_path / "source", tmp_path / "out", "megatron_core")
     assert error.startswith(f"{tmp_path / 'source'}: no rule maps score.weight to Megatron")
 
 
@@ -170,7 +170,7 @@ def test_compared_logits_include_every_output(tmp_path):
         model.cls.seq_relationship.bias += 1
     model.save_pretrained(tmp_path / "other")
     assert compare(tmp_path / "hf", tmp_path / "other", logits=True).logits == pytest.approx(1.0)
-    tuples = with_config(tmp_path / "other", tmp_path / "tuples", return_dict=False)
+    tuples = copy_with_config(tmp_path / "other", tmp_path / "tuples", return_dict=False)
     assert compare(tuples, tuples, logits=True).logits == 0.0
     headless = model.bert
     headless.save_pretrained(tmp_path / "headless")
@@ -186,7 +186,7 @@ def test_nonfinite_logits_do_not_compare_equal(hf, tmp_path):
     comparison = compare(source, source, logits=True)
     assert not comparison.different and "logits are NaN or infinite and could not be compared" in comparison.summary()
     assert run("compare", source, source, "--logits")[0] == 1 and run("compare", source, source)[0] == 0
-    error = refused(source, tmp_path / "out", logits=True)
+    error = get_error(source, tmp_path / "out", logits=True)
     assert "could not be verified against its source and is removed: " in error and "logits are NaN" in error
 
 
@@ -222,7 +222,7 @@ def test_integer_weights_are_rejected(hf, tmp_path, dtype):
     (legacy / "conversion.json").unlink()
     for folder in (source, legacy):
         for to in ("hf", "megatron_core"):
-            error = refused(folder, tmp_path / "out", to)
+            error = get_error(folder, tmp_path / "out", to)
             assert f"{name} has dtype {dtype}, but is floating point in LlamaForCausalLM" in error
 
 
@@ -230,8 +230,10 @@ def test_integer_weights_are_rejected(hf, tmp_path, dtype):
 @pytest.mark.parametrize("to", ["hf", "megatron_core", "dcp"])
 def test_quantized_checkpoints_are_rejected(hf, tmp_path, to, method):
     """Regression: Megatron's formats dropped the quantization config, others kept it for plain weights."""
-    source = with_config(hf, tmp_path / "source", quantization_config={"quant_method": method, "load_in_4bit": True})
-    error = refused(source, tmp_path / "out", to)
+    source = copy_with_config(
+        hf, tmp_path / "source", quantization_config={"quant_method": method, "load_in_4bit": True}
+    )
+    error = get_error(source, tmp_path / "out", to)
     shown = method.replace("\x1b", "\\x1b")
     assert f"config.json: quantization_config has quant_method {shown}; quantized weights cannot be converted" in error
     with pytest.raises(CheckpointError, match="quantization_config"):

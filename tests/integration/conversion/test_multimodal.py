@@ -19,7 +19,7 @@ from hf_megatron.conversion.megatron_core.reader import MegatronCoreReader
 from hf_megatron.conversion.megatron_core.writer import MegatronCoreWriter
 from hf_megatron.conversion.output_folder import Output
 from tests.helpers.tiny_models import MULTIMODAL, VOCABULARY, build_tiny_model, make_config
-from tests.integration.conversion.test_convert import assert_equal, tensors_of
+from tests.integration.conversion.test_convert import assert_equal, load_tensors
 
 LAYOUTS = {
     "core": ("torch_dist",),
@@ -190,7 +190,7 @@ def test_missing_unused_weights_are_filled_and_reported(sources, tmp_path):
     part = write_without_tensors(tmp_path / "core", tmp_path / "part", "llava", "vision_model.ln_post")
     output = command("convert", part, tmp_path / "out", "--to", "hf")
     assert "unused weights" in output
-    expected, tensors = tensors_of(sources / "llava"), tensors_of(tmp_path / "out")
+    expected, tensors = load_tensors(sources / "llava"), load_tensors(tmp_path / "out")
     differing = {name for name in expected if not torch.equal(expected[name], tensors[name])}
     assert {name.rpartition("post_layernorm.")[2] for name in differing} == {"weight", "bias"}
     for name in differing:

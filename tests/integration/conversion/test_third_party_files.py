@@ -67,7 +67,7 @@ def folders(tmp_path_factory) -> Path:
     return place
 
 
-def with_config(folder: Path, target: Path, **changes) -> Path:
+def copy_with_config(folder: Path, target: Path, **changes) -> Path:
     shutil.copytree(folder, target)
     file = target / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text("utf-8")) | changes), "utf-8")
@@ -86,7 +86,7 @@ OTHER_MODELS = {
 @pytest.mark.parametrize("named", OTHER_MODELS)
 def test_arguments_must_match_config(folders, tmp_path, to, named):
     """A config with the same shapes could silently permute heads or change the rotary positions."""
-    source = with_config(folders / to, tmp_path / "source", **OTHER_MODELS[named])
+    source = copy_with_config(folders / to, tmp_path / "source", **OTHER_MODELS[named])
     with pytest.raises(CheckpointError, match=named):
         convert(source, tmp_path / "hf", "hf")
     assert not (tmp_path / "hf").exists()
@@ -106,7 +106,9 @@ def test_shape_preserving_arguments_are_checked(folders, tmp_path, to):
 
 
 def test_all_differences_are_reported(folders, tmp_path):
-    source = with_config(folders / MEGATRON[0], tmp_path / "source", **OTHER_MODELS["num_attention_heads is 8, but 4"])
+    source = copy_with_config(
+        folders / MEGATRON[0], tmp_path / "source", **OTHER_MODELS["num_attention_heads is 8, but 4"]
+    )
     with pytest.raises(CheckpointError) as raised:
         convert(source, tmp_path / "hf", "hf")
     for name in ("num_attention_heads", "num_query_groups", "kv_channels"):
@@ -160,7 +162,7 @@ def test_unnamed_gated_activations_are_reported(tmp_path, name, is_said):
     "change", [{"rms_norm_eps": 1e-2}, {"rope_parameters": {"rope_type": "default", "rope_theta": 9.0}}]
 )
 def test_compare_checks_both_configs(folders, tmp_path, change):
-    other = with_config(folders / "hf", tmp_path / "other", **change)
+    other = copy_with_config(folders / "hf", tmp_path / "other", **change)
     comparison = compare(folders / "hf", other, logits=True)
     assert not comparison.equal and not comparison.different and comparison.logits
     assert next(iter(change)) in comparison.summary()
@@ -172,7 +174,7 @@ def test_compare_checks_both_configs(folders, tmp_path, change):
 @pytest.mark.parametrize("to", [*MEGATRON, "hf"])
 def test_written_config_has_weight_dtype(folders, tmp_path, to):
     """Regression: the model card's own command rounded fp32 weights under a bf16 config."""
-    source = with_config(folders / "hf", tmp_path / "source", dtype="bfloat16")
+    source = copy_with_config(folders / "hf", tmp_path / "source", dtype="bfloat16")
     convert(source, tmp_path / "there", to)
     assert json.loads((tmp_path / "there" / "config.json").read_text("utf-8"))["dtype"] == "float32"
     convert(tmp_path / "there", tmp_path / "back", "sharded" if to == "hf" else "hf")
@@ -186,7 +188,7 @@ NARROW = {"bf16": torch.bfloat16, "float8": torch.float8_e4m3fn}
 @pytest.mark.parametrize(("dtype", "written"), [("float32", "float32"), ("bfloat16", "bfloat16"), (None, "float32")])
 def test_mixed_dtypes_keep_config_dtype(folders, tmp_path, narrow, dtype, written):
     """Regression: fp32 norms among narrower matrices were rounded to the dtype of most elements."""
-    source = with_config(folders / "hf", tmp_path / "source", dtype=dtype)
+    source = copy_with_config(folders / "hf", tmp_path / "source", dtype=dtype)
     weights = safetensors.torch.load_file(source / "model.safetensors")
     weights = {name: weight.to(NARROW[narrow]) if weight.dim() > 1 else weight for name, weight in weights.items()}
     safetensors.torch.save_file(weights, source / "model.safetensors", {"format": "pt"})
@@ -278,7 +280,7 @@ BAD_FILES = ["[]", "5", "{", "null", "", "[" * 100_000, '{"a":' * 100_000]
 
 @pytest.mark.parametrize("change", BAD_CONFIGS, ids=lambda change: "-".join(change))
 def test_invalid_configs_report_one_line(folders, tmp_path, change):
-    source = with_config(folders / "hf", tmp_path / "source", **change)
+    source = copy_with_config(folders / "hf", tmp_path / "source", **change)
     with pytest.raises(CheckpointError) as raised:
         convert(source, tmp_path / "out", "sharded")
     assert len(str(raised.value).splitlines()) == 1 and not (tmp_path / "out").exists()
@@ -470,7 +472,7 @@ def test_missing_tokenizer_is_reported(folders, tmp_path):
         return tokenizer_notes
 
     assert get_tokenizer_notes(folders / "hf") == []
-    source = with_config(folders / "hf", tmp_path / "source", tokenizer_class="SomeTokenizer")
+    source = copy_with_config(folders / "hf", tmp_path / "source", tokenizer_class="SomeTokenizer")
     assert get_tokenizer_notes(source) == [
         "no tokenizer is copied (the source names SomeTokenizer): there is none next to the config.json that was read"
     ]

@@ -137,7 +137,9 @@ def roll_gradients():
 
 @pytest.mark.parametrize("fault", [skip_param_all_gather, roll_gradients], ids=lambda fault: fault.__name__)
 def test_faults_are_detected(stories, fault):
-    error = measure_error(stories, lambda m: train(m, prepare_optimizer(adamw(m.parameters()))), parse_layout("dp2"), fault)
+    error = measure_error(
+        stories, lambda m: train(m, prepare_optimizer(adamw(m.parameters()))), parse_layout("dp2"), fault
+    )
     assert error > 100 * LIMIT
 
 
@@ -547,7 +549,9 @@ def test_offload_is_bitwise_identical(stories, dtype):
     def on_rank(stage):
         results = []
         for offload in (False, True):
-            model = load_model(stories, MegatronConfig(dp_size=2, zero_stage=stage, offload_optimizer=offload), dtype=dtype)
+            model = load_model(
+                stories, MegatronConfig(dp_size=2, zero_stage=stage, offload_optimizer=offload), dtype=dtype
+            )
             train(model, prepare_optimizer(adamw(make_param_groups(model))), 2)
             results.append(clone_parameters(model))
         return all(

@@ -24,7 +24,9 @@ def read_norm(parameter):
 
 def measure_gradient_and_update(path, hook, seeds, early):
     """Returns `.grad` after one backward per seed, and the weight update of one step, flattened over all parameters."""
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16, megatron_config=parse_layout("tp2")).train()
+    model = AutoModelForCausalLM.from_pretrained(
+        path, dtype=torch.bfloat16, megatron_config=parse_layout("tp2")
+    ).train()
     optimizer = None if early else prepare_optimizer(torch.optim.SGD(model.parameters(), lr=1.0))
     if hook is not None:
         for parameter in model.parameters():
@@ -36,7 +38,9 @@ def measure_gradient_and_update(path, hook, seeds, early):
         model(**make_batch(seed)).loss.backward()
     grads = gather_full_tensors(model, {name: parameter.grad for name, parameter in model.named_parameters()})
     optimizer.step()
-    updates = gather_full_tensors(model, {name: before[name] - parameter.detach() for name, parameter in model.named_parameters()})
+    updates = gather_full_tensors(
+        model, {name: before[name] - parameter.detach() for name, parameter in model.named_parameters()}
+    )
     return [
         torch.cat([v.float().flatten() for v in values.values()]) if values else None for values in (grads, updates)
     ]

@@ -34,7 +34,9 @@ def are_equal(found, expected):
 
 @pytest.mark.parametrize("text", STAGES)
 def test_saved_files_match_source(stories, tmp_path, text):
-    run_ranks(lambda: load_model(stories, parse_layout(text)).save_pretrained(tmp_path), count_ranks(parse_layout(text)))
+    run_ranks(
+        lambda: load_model(stories, parse_layout(text)).save_pretrained(tmp_path), count_ranks(parse_layout(text))
+    )
     assert are_equal(load_file(tmp_path / "model.safetensors"), load_file(stories / "model.safetensors"))
     assert json.loads((tmp_path / "config.json").read_text())["architectures"] == ["LlamaForCausalLM"]
     assert not [file for file in tmp_path.iterdir() if file.suffix == ".tmp"]

@@ -14,7 +14,15 @@ from transformers import AutoModelForCausalLM
 
 from hf_megatron.datasets.streams import SampleStream
 from hf_megatron.errors import DataError
-from tests.integration.datasets.test_streams import LAYOUTS, LENGTH, LLAMA, ROWS, dealt, joined, train
+from tests.integration.datasets.test_streams import (
+    LAYOUTS,
+    LENGTH,
+    LLAMA,
+    ROWS,
+    merge_replicas,
+    split_by_replica,
+    train,
+)
 
 
 def get_stream(folder, ranks):
@@ -60,12 +68,12 @@ def test_resumed_runs_read_each_sample_once(tmp_path):
             env=os.environ | {"OMP_NUM_THREADS": "1"},
         )  # fmt: skip
         read = [json.loads((tmp_path / f"{done}-{rank}.json").read_text()) for rank in range(ranks)]
-        samples_by_step = joined(
+        samples_by_step = merge_replicas(
             [({int(step): ids for step, ids in steps.items()}, rank, None) for steps, rank in read]
         )
         for step in range(done - steps + 1, done + 1):
             step_size = replicas * rows * accumulate
-            assert samples_by_step[step] == dealt(samples[first : first + step_size], replicas, rows)
+            assert samples_by_step[step] == split_by_replica(samples[first : first + step_size], replicas, rows)
             first += step_size
     assert first > 1.5 * ROWS
 

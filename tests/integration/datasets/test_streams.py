@@ -114,7 +114,7 @@ def train(
     return samples_by_step, 0 if state is None else state.mesh.dp_rank, losses
 
 
-def joined(ranks):
+def merge_replicas(ranks):
     """Returns the samples of each step by replica; asserts that all ranks of a replica read the same samples."""
     replicas = {}
     for steps, rank, _ in ranks:
@@ -122,7 +122,7 @@ def joined(ranks):
     return {step: [replicas[rank][step] for rank in sorted(replicas)] for step in replicas[0]}
 
 
-def dealt(rows, replicas, of_a_call):
+def split_by_replica(rows, replicas, of_a_call):
     """Returns each replica's samples of a step: consecutive blocks of `of_a_call` samples, one per call, in turn."""
     blocks = [rows[start : start + of_a_call] for start in range(0, len(rows), of_a_call)]
     return [sum(blocks[replica::replicas], []) for replica in range(replicas)]
@@ -155,11 +155,11 @@ def test_resumed_runs_read_each_sample_once(folder, tmp_path, number, parts):
             accumulate=accumulate, steps=done + 1, stop=done, resume=resume,
             dataloader_num_workers=workers,
         )  # fmt: skip
-        samples_by_step = joined(ranks)
+        samples_by_step = merge_replicas(ranks)
         assert list(samples_by_step) == list(range(done - steps + 1, done + 1))
         for step in samples_by_step:
             step_size = replicas * rows * accumulate
-            assert samples_by_step[step] == dealt(
+            assert samples_by_step[step] == split_by_replica(
                 read_samples(folder, first, first + step_size, workers), replicas, rows
             )
             first += step_size

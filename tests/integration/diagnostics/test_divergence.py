@@ -136,7 +136,7 @@ def test_adapters_are_compared(models, tmp_path, sizes):
 PARTS = ["input_layernorm", "self_attn.q_proj", "self_attn.o_proj", "self_attn", "mlp"]
 
 
-def _scaled_output(name, rank, factor=1.01):
+def _scale_output(name, rank, factor=1.01):
     """Returns a fault that scales a module's output on one rank, like a reduction that misses a term."""
 
     def fault(model):
@@ -210,7 +210,7 @@ def test_faults_are_named(models, tmp_path, seed):
         # Use a rank of the stage that has the layer.
         rank = _find_owner(folder / "model", sizes, name, rank)
     if kind == "output":
-        fault = _scaled_output(name, rank)
+        fault = _scale_output(name, rank)
     elif kind == "weight before the step":
         name = f"model.layers.{layer}.{rng.choice(['input_layernorm', 'self_attn.k_proj'])}.weight"
         fault = _change_weight(name, rank)
@@ -313,7 +313,7 @@ def _find_owner(model_folder, sizes, name, drawn):
 def test_nonfinite_values(models, tmp_path):
     """Non-finite values differ if only one recording has them, and are equal if both have them."""
     folder, name = models["llama"], "model.layers.2.self_attn.o_proj"
-    fault = _scaled_output(name, 1, factor=float("nan"))
+    fault = _scale_output(name, 1, factor=float("nan"))
     run_ranks(_record, 2, folder / "model", tmp_path / "broken", {"tp_size": 2}, fault)
     result = compare_recordings(folder / "one", tmp_path / "broken")
     assert (result.first.kind, result.first.name) == ("output", name), str(result)

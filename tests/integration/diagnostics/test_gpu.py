@@ -235,7 +235,7 @@ def test_clean_devices_raise_no_alarm():
     ids=["tp2+dp2", "dp4", "dp4+ep2"],
 )
 def test_flipped_bit_is_named(config, sizes):
-    ranks = run_ranks(test_replica_check._found_on_rank, 4, config, sizes, range(16), device="cuda")
+    ranks = run_ranks(test_replica_check._check_flips_on_rank, 4, config, sizes, range(16), device="cuda")
     clean, trials, after = ranks[0]
     assert clean == after == []
     named = 0
@@ -243,7 +243,11 @@ def test_flipped_bit_is_named(config, sizes):
         kind, name = ranks[rank][1][seed][1]
         for one in differences:
             named += 1
-            assert one.kind == kind and name in (one.name, test_replica_check._untied(one.name)) and rank in one.ranks
+            assert (
+                one.kind == kind
+                and name in (one.name, test_replica_check._replace_tied_name(one.name))
+                and rank in one.ranks
+            )
     assert named >= 3
 
 
@@ -251,7 +255,9 @@ def test_flipped_bit_is_named(config, sizes):
 def test_nonfinite_values_are_named(layout):
     reports = []
     for trials in zip(
-        *run_ranks(test_nonfinite._named_on_rank, 2, test_nonfinite.LLAMA, LAYOUTS[layout][0], range(6), device="cuda"),
+        *run_ranks(
+            test_nonfinite._find_nonfinite_on_rank, 2, test_nonfinite.LLAMA, LAYOUTS[layout][0], range(6), device="cuda"
+        ),
         strict=True,
     ):
         _, (kind, name, rank, *_), [report] = trials[0]
@@ -271,7 +277,7 @@ def test_gpu_recording_matches_cpu(layout, tmp_path):
     run_ranks(record, 2, tmp_path / "model", tmp_path / "two", sizes, device="cuda")
     result = compare_recordings(tmp_path / "one", tmp_path / "two")
     assert result.first is None, str(result)
-    fault = test_divergence._scaled_output("model.layers.1.mlp", 0)
+    fault = test_divergence._scale_output("model.layers.1.mlp", 0)
     done = run_ranks(record, 2, tmp_path / "model", tmp_path / "fault", sizes, fault, device="cuda")
     if done[0]:
         result = compare_recordings(tmp_path / "one", tmp_path / "fault").first

@@ -105,7 +105,7 @@ def _load_model(config, sizes):
     return model, optimizer
 
 
-def _named_on_rank(config, sizes, seeds):
+def _find_nonfinite_on_rank(config, sizes, seeds):
     """Returns for each seed what was poisoned and what was reported."""
     model, optimizer = _load_model(config, sizes)
     state, world = parallel_state(model), dist.get_world_size()
@@ -145,7 +145,9 @@ def _layout_id(value):
 @pytest.mark.parametrize(("config", "sizes"), LAYOUTS, ids=_layout_id)
 def test_modules_are_named(config, sizes):
     layout = MegatronConfig(**sizes)
-    ranks = run_ranks(_named_on_rank, layout.ranks_per_replica * (layout.dp_size or 1), config, sizes, range(20))
+    ranks = run_ranks(
+        _find_nonfinite_on_rank, layout.ranks_per_replica * (layout.dp_size or 1), config, sizes, range(20)
+    )
     poisoned = 0
     for number, trials in enumerate(zip(*ranks, strict=True)):
         (_, fault, reports) = trials[0]

@@ -74,7 +74,7 @@ def get_dp_rank(model):
     return parallel_state(model).mesh.dp_rank
 
 
-def _found_on_rank(config, sizes, seeds):
+def _check_flips_on_rank(config, sizes, seeds):
     """Flips a bit per seed.
 
     Returns the differences before all changes, the rank, changed tensor and differences of each seed, and the
@@ -110,7 +110,7 @@ def _found_on_rank(config, sizes, seeds):
     ids=lambda value: getattr(value, "model_type", None) or MegatronConfig(**value).layout(),
 )
 def test_flipped_bit_is_named(config, sizes):
-    ranks = run_ranks(_found_on_rank, 4, config, sizes, range(20))
+    ranks = run_ranks(_check_flips_on_rank, 4, config, sizes, range(20))
     clean, trials, after = ranks[0]
     assert clean == after == []
     holders = set()
@@ -123,20 +123,20 @@ def test_flipped_bit_is_named(config, sizes):
             continue
         [one] = differences
         holders.add(len(one.holders))
-        assert one.kind == kind and name in (one.name, _untied(one.name))
+        assert one.kind == kind and name in (one.name, _replace_tied_name(one.name))
         assert rank in one.ranks and (one.ranks == (rank,) if len(one.holders) > 2 else one.ranks == one.holders)
         assert one.kind in str(one) and one.name in str(one)
     assert holders - {1}
 
 
-def _untied(name):
+def _replace_tied_name(name):
     return name.replace("model.embed_tokens.weight", "lm_head.weight")
 
 
 def test_unshared_entries_are_not_compared():
     """With ZeRO-3, tp and pp, shards that differ between ranks are not reported."""
     for config, sizes in ((LLAMA, {"dp_size": 4, "zero_stage": 3}), (LLAMA, {"tp_size": 2, "pp_size": 2})):
-        clean, trials, _ = run_ranks(_found_on_rank, 4, config, sizes, ())[0]
+        clean, trials, _ = run_ranks(_check_flips_on_rank, 4, config, sizes, ())[0]
         assert clean == [] and trials == []
 
 

@@ -28,7 +28,7 @@ from hf_megatron.expert_parallel import token_dispatcher
 from hf_megatron.parallel_state import parallel_state
 from hf_megatron.testing.check import parse_layouts
 from hf_megatron.testing.tiny_model import draw_parameters
-from tests.integration.context_parallel.test_trainer import OPTIONS, collate, rows
+from tests.integration.context_parallel.test_trainer import OPTIONS, collate, make_dataset
 
 SMALL = {
     "vocab_size": 64,
@@ -183,8 +183,8 @@ def train(source, output, layout, resume=None, **options):
         TrainingArguments(
             str(output), **arguments | sizes | {"per_device_eval_batch_size": sizes["per_device_train_batch_size"]}
         ),
-        train_dataset=rows(64, 0),
-        eval_dataset=rows(8, 1),
+        train_dataset=make_dataset(64, 0),
+        eval_dataset=make_dataset(8, 1),
         data_collator=collate,
     )
     trainer.train(resume_from_checkpoint=None if resume is None else str(resume))
@@ -244,7 +244,7 @@ def run_sft(source, output, layout):
     ranks = 1 if layout is None else layout.dp_size or 1
     samples = [
         {"input_ids": row["input_ids"], "labels": [-100, *row["input_ids"][1:]]}
-        for row in rows(48, 3)
+        for row in make_dataset(48, 3)
         if row["input_ids"]
     ]
     arguments = SFTConfig(
@@ -360,7 +360,7 @@ def evaluate_uneven_batches(source, layout):
     configuration = DataLoaderConfiguration(dispatch_batches=False, even_batches=False)
     model = load_model(source, layout)
     accelerator = Accelerator(cpu=True, dataloader_config=configuration)
-    data = torch.utils.data.DataLoader(rows(14, 0), batch_size=2, collate_fn=collate)
+    data = torch.utils.data.DataLoader(make_dataset(14, 0), batch_size=2, collate_fn=collate)
     model, data = accelerator.prepare(model, data)
     model.eval()
     with warnings.catch_warnings(record=True), torch.no_grad():
@@ -548,7 +548,7 @@ def test_trainer_logs_expert_load(source, tmp_path):
         trainer = Trainer(
             model,
             TrainingArguments(str(tmp_path), **OPTIONS | {"max_steps": 2, "eval_strategy": "no"}),
-            train_dataset=rows(16, 0),
+            train_dataset=make_dataset(16, 0),
             data_collator=collate,
             callbacks=[hf_megatron.ExpertLoadCallback(limit=1.0001, directory=tmp_path / "load")],
         )

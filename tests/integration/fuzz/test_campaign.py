@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from tests.fuzz.__main__ import fuzz
 from tests.fuzz.campaign import read_log, run_campaign
-from tests.fuzz.cases import draw_case, fits, ranks_of, simple_case, together
+from tests.fuzz.cases import count_ranks, draw_case, fits, simple_case, together
 from tests.fuzz.judging import ACCEPTED
 from tests.fuzz.pattern import LoopPattern
 from tests.fuzz.patterns import LOOP_PATTERNS
@@ -35,7 +35,7 @@ def test_case_depends_only_on_seed_and_number():
     assert len({json.dumps(case) for case in drawn}) == 300
     assert drawn[:20] != [draw_case(6, number) for number in range(20)]
     for case in drawn:
-        assert ranks_of(case["layout"]) in (2, 3, 4)
+        assert count_ranks(case["layout"]) in (2, 3, 4)
         assert together(case["loop_patterns"], case["layout"])
         assert all(fits(case, name) for name in case["loop_patterns"])
 

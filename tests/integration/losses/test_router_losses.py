@@ -23,7 +23,7 @@ from hf_megatron.parallelize import parallel_state
 from hf_megatron.testing.measure import Measurement, measure
 from hf_megatron.testing.tiny_model import draw_parameters
 from hf_megatron.testing.tolerances import judge
-from tests.parity.losses.test_losses import _layout
+from tests.parity.losses.test_losses import _make_layout
 
 _SMALL = {
     "vocab_size": 64,
@@ -200,7 +200,7 @@ def compute_errors(folder, model_type, layout, sabotage=None, **changes):
     form, z_loss = changes.get("router_aux_loss_scope", "batch"), changes.get("router_z_loss_coef", 0.0)
     parts = layout if form == "global" and layout in _PARTS else "whole"
     cls, path, batches, reference, aux_loss = _make_reference(model_type, folder, form, parts, z_loss)
-    config = _layout(layout, **changes)
+    config = _make_layout(layout, **changes)
 
     def on_rank():
         if sabotage is not None:
@@ -265,7 +265,7 @@ def test_evaluation_loss_covers_global_batch(folder, layout):
         return torch.stack(values)
 
     expected = losses()
-    for values in run_ranks(lambda: losses(megatron_config=_layout(layout)), 4 if "tp" in layout else 2):
+    for values in run_ranks(lambda: losses(megatron_config=_make_layout(layout)), 4 if "tp" in layout else 2):
         torch.testing.assert_close(values, expected, rtol=1e-5, atol=1e-6)
 
 
@@ -273,7 +273,7 @@ def test_several_microbatches_raise_by_default(folder):
     cls, path, batches, *_ = _make_reference("qwen3_moe", folder)
 
     def on_rank():
-        model = cls.from_pretrained(path, megatron_config=_layout("pp2")).train()
+        model = cls.from_pretrained(path, megatron_config=_make_layout("pp2")).train()
         with pytest.raises(ConfigError, match="router_aux_loss_scope='sequence'.*'microbatch'.*num_microbatches=1"):
             model(**batches[0])
         model.config.output_router_logits = False
@@ -303,7 +303,7 @@ def test_z_loss_without_router_loss_raises(folder):
     def on_rank():
         with pytest.raises(ConfigError, match="router_z_loss_coef = 0.1: Qwen3MoeForCausalLM has no router loss"):
             cls.from_pretrained(
-                path, output_router_logits=False, megatron_config=_layout("dp2", router_z_loss_coef=0.1)
+                path, output_router_logits=False, megatron_config=_make_layout("dp2", router_z_loss_coef=0.1)
             )
 
     run_ranks(on_rank, 2)
@@ -321,7 +321,7 @@ def test_router_settings_on_one_rank_raise(folder, name, value):
 
 def test_unknown_scope_raises():
     with pytest.raises(ConfigError, match="router_aux_loss_scope = 'step'"):
-        _layout("dp2", router_aux_loss_scope="step")
+        _make_layout("dp2", router_aux_loss_scope="step")
 
 
 def _use_local_statistics():
@@ -380,7 +380,7 @@ def test_batch_coupled_models_raise(folder, class_name, changes, layout):
 
     def on_rank():
         with pytest.raises(UnsupportedError, match="Load it with dp_size=1 and pp_size=1"):
-            cls._from_config(config, megatron_config=_layout(layout))
+            cls._from_config(config, megatron_config=_make_layout(layout))
 
     run_ranks(on_rank, 2)
 

@@ -221,7 +221,7 @@ def test_scheduled_backward_is_not_autocast(stories):
     expected = run_single_process(compute_autocast_gradients, stories, None)
     rank_gradients = run_ranks(compute_autocast_gradients, 2, stories, layout(num_microbatches=1))
     # The two gradient contributions of tied weights are summed in a different order.
-    assert worst(rank_gradients, expected) < 1e-6
+    assert max_gradient_error(rank_gradients, expected) < 1e-6
 
 
 # fp16 with torch's GradScaler
@@ -253,7 +253,7 @@ def run_scaled_step(path, config, seed=None):
     return grads, scaler.get_scale()
 
 
-def worst(found, expected):
+def max_gradient_error(found, expected):
     """Returns the largest gradient error over all parameters, relative to the largest entry of each gradient."""
     errors = [
         (gradient - expected[name]).abs().max() / expected[name].abs().max()
@@ -269,10 +269,10 @@ def test_fp16_gradients_do_not_vanish(stories, config):
     expected, scale = run_single_process(run_scaled_step, stories, None)
     results = run_ranks(run_scaled_step, count_ranks(config), stories, config)
     assert {other for _, other in results} == {scale} == {2.0**16}
-    assert worst([rank for rank, _ in results], expected) < 5e-3
+    assert max_gradient_error([rank for rank, _ in results], expected) < 5e-3
     # A backward seed of 1 loses most of the gradients.
     unscaled = run_ranks(run_scaled_step, count_ranks(config), stories, config, 1.0)
-    assert worst([rank for rank, _ in unscaled], expected) > 0.05
+    assert max_gradient_error([rank for rank, _ in unscaled], expected) > 0.05
 
 
 # Losses computed outside the model
@@ -283,7 +283,7 @@ def compute_log_probs(model, batch):
     return logits.log_softmax(-1).gather(-1, batch["input_ids"][:, 1:, None])[..., 0].sum(-1)
 
 
-def preferences(path, config, accumulate=True):
+def compute_preference_gradients(path, config, accumulate=True):
     """Runs two batches of a hand-written DPO loss: two forwards with gradients, interleaved with others without."""
     base_model = load_model(path, config)
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
@@ -314,13 +314,13 @@ def preferences(path, config, accumulate=True):
     ids=["pp2", "zero2", "recompute interleaved"],
 )
 def test_preference_loss_with_several_forwards(stories, config):
-    expected, losses = run_single_process(preferences, stories, None)
-    results = run_ranks(preferences, count_ranks(config), stories, config)
+    expected, losses = run_single_process(compute_preference_gradients, stories, None)
+    results = run_ranks(compute_preference_gradients, count_ranks(config), stories, config)
     assert all(other == pytest.approx(losses, rel=1e-6) for _, other in results)
-    assert worst([rank for rank, _ in results], expected) < 1e-5
+    assert max_gradient_error([rank for rank, _ in results], expected) < 1e-5
 
 
-def mixed(path, config):
+def compute_mixed_loss_gradients(path, config):
     """One backward through two model losses and a loss on logits, with factors unknown before the backward."""
     model = load_model(path, config)
     first, second = (shard_batch(model, stack(rows(4, seed))) for seed in (0, 1))
@@ -331,5 +331,8 @@ def mixed(path, config):
 
 @pytest.mark.parametrize("config", [PP2, layout(dp_size=2, zero_stage=2)], ids=["pp2", "zero2"])
 def test_mixed_losses_in_one_step(stories, config):
-    expected = run_single_process(mixed, stories, None)
-    assert worst(run_ranks(mixed, count_ranks(config), stories, config), expected) < 1e-5
+    expected = run_single_process(compute_mixed_loss_gradients, stories, None)
+    assert (
+        max_gradient_error(run_ranks(compute_mixed_loss_gradients, count_ranks(config), stories, config), expected)
+        < 1e-5
+    )

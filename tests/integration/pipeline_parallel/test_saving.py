@@ -24,7 +24,7 @@ from hf_megatron.parallelize import parallel_state
 from hf_megatron.testing.tiny_config import tiny_config
 from hf_megatron.testing.tiny_model import draw_parameters
 from tests.integration.integrations.accelerate.test_checkpoints import loop
-from tests.integration.integrations.trainer.test_resume import all_full_tensors, train
+from tests.integration.integrations.trainer.test_resume import read_full_tensors, train
 from tests.integration.integrations.trainer.test_trainer import rows
 
 
@@ -212,7 +212,7 @@ def test_state_moves_through_every_layout(stories, tmp_path):
         target, resaved = tmp_path / name, tmp_path / f"{name} again"
         run_ranks(resume_and_train, count_ranks(config), stories, source, resaved, target, config)
         if source is not None:
-            before, after = all_full_tensors(source), all_full_tensors(resaved)
+            before, after = read_full_tensors(source), read_full_tensors(resaved)
             assert list(before) == list(after)
             assert all(torch.equal(before[key], after[key]) for key in before), name
             saved, reread = (Checkpoint(path).metadata["optimizers"][0] for path in (source, resaved))
@@ -220,7 +220,7 @@ def test_state_moves_through_every_layout(stories, tmp_path):
                 sorted(group.pop("names")) for group in reread["groups"]
             ]
             assert saved == reread
-        tensors, expected_tensors = all_full_tensors(target), all_full_tensors(expected)
+        tensors, expected_tensors = read_full_tensors(target), read_full_tensors(expected)
         assert tensors.keys() == expected_tensors.keys()
         for key in expected_tensors:
             scale = expected_tensors[key].abs().max().item()
@@ -232,7 +232,7 @@ def test_state_moves_through_every_layout(stories, tmp_path):
     entry = Checkpoint(tmp_path / "pp2").manifest.tensors["model.embed_tokens.weight"]
     assert [sum(box.numel for box in piece.boxes) for piece in entry.pieces] == [512 * 64 // 2] * 2
     convert(tmp_path / "pp2", tmp_path / "merged", "hf")
-    merged, weights = load_file(tmp_path / "merged" / "model.safetensors"), all_full_tensors(tmp_path / "pp2")
+    merged, weights = load_file(tmp_path / "merged" / "model.safetensors"), read_full_tensors(tmp_path / "pp2")
     assert merged.keys() == load_file(stories / "model.safetensors").keys()
     assert all(torch.equal(tensor.flatten(), weights[key]) for key, tensor in merged.items())
 
@@ -250,7 +250,7 @@ def test_tied_bf16_main_params(stories, tmp_path):
 
     run_ranks(save_with_pp2, 2)
     run_ranks(resave_with_dp2, 2)
-    before, after = all_full_tensors(tmp_path / "first"), all_full_tensors(tmp_path / "second")
+    before, after = read_full_tensors(tmp_path / "first"), read_full_tensors(tmp_path / "second")
     assert before["optimizer/0/main_weight/model.embed_tokens.weight"].dtype == torch.float32
     assert list(before) == list(after) and all(torch.equal(before[name], after[name]) for name in before)
 
@@ -310,7 +310,7 @@ def test_trainer_loads_its_best_checkpoint(stories, tmp_path, weights_only):
     config = layout(pp_size=2, async_save=True)
     [_, weights, best], _ = run_ranks(train, 2, stories, tmp_path, config, **arguments)
     assert best == str(tmp_path / "checkpoint-2")
-    saved = load_file(f"{best}/model.safetensors") if weights_only else all_full_tensors(best)
+    saved = load_file(f"{best}/model.safetensors") if weights_only else read_full_tensors(best)
     assert weights.keys() - saved.keys() == {"lm_head.weight"}
     assert all(torch.equal(saved[name].flatten(), weights[name].flatten()) for name in weights.keys() & saved.keys())
 

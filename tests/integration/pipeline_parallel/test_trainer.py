@@ -88,7 +88,7 @@ def train(
     return log, sums.count
 
 
-def apart(found, expected):
+def max_relative_difference(found, expected):
     """Returns the largest relative difference between two logs."""
     assert [list(entry) for entry in found] == [list(entry) for entry in expected]
     pairs = [(entry[name], reference[name]) for entry, reference in zip(found, expected, strict=True) for name in entry]
@@ -103,7 +103,7 @@ def compare(stories, tmp_path, config=PP2, tolerance=2e-6, own_sums=0, **kwargs)
     assert len(expected) >= 4 and all(math.isfinite(value) for entry in expected for value in entry.values())
     for log, sums in results:
         assert log == results[0][0], "every rank logs the same"
-        assert apart(log, expected) < tolerance
+        assert max_relative_difference(log, expected) < tolerance
         assert sums == own_sums
     return expected
 
@@ -181,7 +181,7 @@ def test_trajectory_survives_kills_and_layout_changes(stories, story_texts, tmp_
         run_ranks(train_until_killed, 4, stories, output, config, step=36, resume=True, **(arguments | halves))
     for log, _ in run_ranks(train, 4, stories, output, layout(tp_size=2), resume=True, **arguments):
         # The mean loss of a resumed run covers other steps.
-        assert apart(log[:-2], expected[:-2]) < 1e-5
+        assert max_relative_difference(log[:-2], expected[:-2]) < 1e-5
 
 
 def test_epoch_ends_with_partial_batch_and_step(stories, tmp_path):
@@ -261,14 +261,14 @@ def test_recompute(stories, tmp_path, recompute):
 def test_bf16_error_is_bounded_by_single_process(stories, tmp_path):
     exact, _ = train_single_process(train, stories)
     expected, _ = train_single_process(train, stories, bf16=True)
-    assert 1e-5 < apart(expected, exact) < 0.05
+    assert 1e-5 < max_relative_difference(expected, exact) < 0.05
     for config in (PP2, layout(tp_size=2)):
         for log, sums in run_ranks(train, count_ranks(config), stories, tmp_path, config, bf16=True):
-            assert apart(log, exact) <= 1.5 * apart(expected, exact)
+            assert max_relative_difference(log, exact) <= 1.5 * max_relative_difference(expected, exact)
             assert sums == 0
 
 
-class OwnLoss(Trainer):
+class VaryingLossScale(Trainer):
     """Scales the loss of each batch by a different factor, which is unknown before the forward."""
 
     batches = 0
@@ -279,7 +279,7 @@ class OwnLoss(Trainer):
 
 
 def test_varying_loss_scale_uses_second_buffer(stories, tmp_path):
-    compare(stories, tmp_path, trainer_class=OwnLoss, own_sums=4)
+    compare(stories, tmp_path, trainer_class=VaryingLossScale, own_sums=4)
 
 
 class LogitsLoss(Trainer):
@@ -311,7 +311,7 @@ def test_wrong_announced_loss_scale_is_corrected(stories, tmp_path):
     """The error is detected on the first gradients of a step; later losses use a second buffer."""
     expected, _ = train_single_process(train, stories, callbacks=[DoubleForwardLoss()])
     for log, sums in run_ranks(train, 2, stories, tmp_path, PP2, callbacks=[DoubleForwardLoss()]):
-        assert apart(log, expected) < 2e-6
+        assert max_relative_difference(log, expected) < 2e-6
         assert sums == 4
 
 

@@ -69,7 +69,15 @@ def compute_worst_error(model_type, text, beta, temperature=1.0, of_teacher=None
         measure_divergences, 1, source, None, None, compute_reference_divergences, beta, temperature
     )
     results = run_ranks(
-        measure_divergences, count_ranks(config), source, config, other, token_kl_divergences, beta, temperature, **kwargs
+        measure_divergences,
+        count_ranks(config),
+        source,
+        config,
+        other,
+        token_kl_divergences,
+        beta,
+        temperature,
+        **kwargs,
     )
     for measurement, values in results:
         torch.testing.assert_close(values, expected_values, rtol=1e-4, atol=1e-5)

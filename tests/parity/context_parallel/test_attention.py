@@ -8,14 +8,14 @@ import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from hf_megatron.context_parallel import attention, flash, kernels
-from hf_megatron.context_parallel import masks as masks_module
+from hf_megatron.context_parallel import make_masks as masks_module
 from hf_megatron.context_parallel.attention import ContextGroups, SharedSample, context_attention
 from hf_megatron.context_parallel.kernels import Kernel
 from hf_megatron.context_parallel.masks import SequenceMask
 from hf_megatron.context_parallel.token_exchange import Passing, take_tokens
 from hf_megatron.context_parallel.varlen_batching import JoinedBlocks
 from hf_megatron.core.fork_harness import run_ranks
-from tests.unit.context_parallel.test_load_balancing import masks
+from tests.unit.context_parallel.test_load_balancing import make_masks
 
 # Name -> ranks, ranks that exchange heads (all-to-all), whether keys are all-gathered.
 SCHEMES = {
@@ -86,7 +86,7 @@ def run_on_ranks(scheme, cases, length, joins=None):
         assert groups.rank == dist.get_rank()
         for kind, name in cases:
             (q, k, v, sinks), direction = make_inputs(kind, length)
-            sample, (mask, _) = SharedSample(groups, length), masks(length)[name]
+            sample, (mask, _) = SharedSample(groups, length), make_masks(length)[name]
             q, k, v, direction = (take_tokens(t, 2, sample.order, groups.rank) for t in (q, k, v, direction))
             leaves = [tensor.detach().requires_grad_() for tensor in (q, k, v, sinks) if tensor is not None]
             kernel = Kernel(0.3, KINDS[kind][4].get("softcap"), joins)
@@ -126,13 +126,19 @@ def compute_worst_errors(cases, found, length):
     return {
         case: max(
             float((one - other).abs().max())
-            for one, other in zip(compute_reference(case[0], length, masks(length)[case[1]][1]), tensors, strict=True)
+            for one, other in zip(
+                compute_reference(case[0], length, make_masks(length)[case[1]][1]), tensors, strict=True
+            )
         )
         for case, tensors in zip(cases, found, strict=True)
     }
 
 
-CASES = [*(("grouped", name) for name in masks(16)), *((kind, "window") for kind in KINDS), ("sinks", "left padding")]
+CASES = [
+    *(("grouped", name) for name in make_masks(16)),
+    *((kind, "window") for kind in KINDS),
+    ("sinks", "left padding"),
+]
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
@@ -218,7 +224,7 @@ def test_keys_are_sent_before_block_computation():
         (q, k, v, _), _ = make_inputs("plain", 64)
         sample = SharedSample(groups, 64)
         q, k, v = (take_tokens(tensor, 2, sample.order, groups.rank).detach() for tensor in (q, k, v))
-        context_attention(q, k, v, sample, masks(64)["full"][0], Kernel(0.3))
+        context_attention(q, k, v, sample, make_masks(64)["full"][0], Kernel(0.3))
         return [event for event, _ in itertools.groupby(events)]
 
     assert run_ranks(on_rank, 2) == [["sent", "block", "waited", "block"]] * 2
@@ -244,7 +250,7 @@ def test_seeded_faults_are_detected(fault, monkeypatch):
         cases = [("sinks", "causal")]
     elif fault in ("copies", "joined"):
         cases = [("one head of keys", "causal")]
-    references = [compute_reference(kind, 64, masks(64)[name][1]) for kind, name in cases]
+    references = [compute_reference(kind, 64, make_masks(64)[name][1]) for kind, name in cases]
     scheme, joins = "p2p", None
     if fault == "merge":
         monkeypatch.setattr(

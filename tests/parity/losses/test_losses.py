@@ -187,7 +187,7 @@ def _draw_model(family, head, folder, seed):
     return judge(reference, precise).worst.value, cls, path, batches, reference
 
 
-def _layout(text, **changes):
+def _make_layout(text, **changes):
     [config] = parse_layouts(text)
     return ConfigUnderTest(**(config.to_dict() | changes))
 
@@ -195,7 +195,7 @@ def _layout(text, **changes):
 def compare_with_reference(family, head, folder, layout, sabotage=None, **changes):
     """Compares loss, gradients, gradient norm and weights after two steps with the single-process reference."""
     cls, path, batches, reference = _get_saved_model(family, head, folder)
-    config = _layout(layout, **changes)
+    config = _make_layout(layout, **changes)
 
     def on_rank():
         if sabotage is not None:
@@ -342,7 +342,7 @@ def test_loss_without_batch_counts_raises(folder):
 
 def _run_on_ranks(count, family, head, folder, layout, run, **kwargs):
     cls, path, batches, _ = _get_saved_model(family, head, folder)
-    config = _layout(layout)
+    config = _make_layout(layout)
     return run_ranks(lambda: run(cls.from_pretrained(path, megatron_config=config, **kwargs), batches[0]), count)
 
 
@@ -382,7 +382,7 @@ def test_tied_bert_embedding_trains_and_saves(tmp_path, schedule):
     norm = torch.nn.utils.clip_grad_norm_(stock.parameters(), 1e9)
 
     def on_rank():
-        config = _layout("pp2", pipeline_schedule=schedule)
+        config = _make_layout("pp2", pipeline_schedule=schedule)
         model = transformers.BertForPreTraining.from_pretrained(tmp_path / "stock", megatron_config=config).train()
         rank_loss = model(**inputs).loss
         rank_loss.backward()
@@ -482,7 +482,7 @@ def test_contrastive_loss_raises(tmp_path):
     batch = {"input_ids": torch.randint(3, 60, (2, 5)), "pixel_values": torch.randn(2, 3, 8, 8)}
 
     def on_rank():
-        model = transformers.CLIPModel.from_pretrained(tmp_path, megatron_config=_layout("dp2")).train()
+        model = transformers.CLIPModel.from_pretrained(tmp_path, megatron_config=_make_layout("dp2")).train()
         with pytest.raises(UnsupportedError, match="compares all samples of a batch"):
             model(**batch, return_loss=True)
         return tuple(model(**batch).logits_per_image.shape)

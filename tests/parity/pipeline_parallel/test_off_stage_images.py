@@ -5,16 +5,16 @@ import pytest
 from hf_megatron.models.verification_gate import ConfigUnderTest
 from hf_megatron.pipeline_parallel import off_stage_images
 from hf_megatron.testing.parity import check_tiny_model
-from tests.parity.models.modalities.test_images import PIPELINES, named, tiny_model
+from tests.parity.models.modalities.test_images import PIPELINES, format_layout, get_tiny_model
 
 # Image features are a layer argument, are cross-attended in every layer, replace masked tokens, precede the text.
 TYPES = ("blip-2", "blip", "kosmos-2", "git")
 
 
 @pytest.mark.parametrize("model_type", TYPES)
-@pytest.mark.parametrize("layout", PIPELINES, ids=named)
+@pytest.mark.parametrize("layout", PIPELINES, ids=format_layout)
 def test_layouts_match_single_process(model_type, layout):
-    comparison = check_tiny_model(tiny_model(model_type), ConfigUnderTest(**layout))
+    comparison = check_tiny_model(get_tiny_model(model_type), ConfigUnderTest(**layout))
     assert comparison.passed, comparison.report()
 
 
@@ -27,6 +27,6 @@ def test_dropped_image_features_are_detected(model_type):
         off_stage_images.OffStageImages.arguments = lambda images, given, stage, **kw: original(images, given, 1, **kw)
 
     comparison = check_tiny_model(
-        tiny_model(model_type), ConfigUnderTest(pp_size=2, num_microbatches=2), sabotage=use_text_only_arguments
+        get_tiny_model(model_type), ConfigUnderTest(pp_size=2, num_microbatches=2), sabotage=use_text_only_arguments
     )
     assert not comparison.passed and comparison.worst.value > 10

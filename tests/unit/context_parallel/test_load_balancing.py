@@ -77,7 +77,7 @@ def test_short_documents_are_balanced_over_ranks():
         assert max(order.sizes) <= 1.3 * 1000 / ranks and min(order.sizes) >= 0.7 * 1000 / ranks
 
 
-def masks(length):
+def make_masks(length):
     """Returns name -> (mask, equivalent dense mask `[batch or 1, length, length]`)."""
     q, k = torch.arange(length).view(1, -1, 1), torch.arange(length).view(1, 1, -1)
     causal, full = SequenceMask.causal(length), SequenceMask.full(length)
@@ -134,10 +134,10 @@ def assemble_blocks(mask, queries, keys):
     return counts
 
 
-@pytest.mark.parametrize("name", masks(16))
+@pytest.mark.parametrize("name", make_masks(16))
 @pytest.mark.parametrize(("length", "ranks"), [(29, 1), (29, 2), (61, 4), (1300, 2)])
 def test_blocks_match_dense_mask(name, length, ranks):
-    mask, dense = masks(length)[name]
+    mask, dense = make_masks(length)[name]
     order = SequenceOrder.zigzag(length, ranks)
     for rank in range(ranks):
         for other in range(ranks):

@@ -9,7 +9,7 @@ from hf_megatron.checkpoint.gather_full import full_state_dict
 from hf_megatron.core.fork_harness import run_ranks
 from hf_megatron.parallelize import parallel_state
 from tests.helpers.references import run_single_process
-from tests.parity.losses.test_losses import _CONFIGS, HEADS, _layout, batch
+from tests.parity.losses.test_losses import _CONFIGS, HEADS, _make_layout, batch
 
 
 def _make_samples(head, count, seed):
@@ -27,7 +27,7 @@ class Penalized(Trainer):
 def train(family, head, output, layout, accepts_count=True, trainer_class=Trainer, rows=(22, 10), **arguments):
     suffix, changes = HEADS[head]
     torch.manual_seed(0)
-    config = None if layout is None else _layout(layout)
+    config = None if layout is None else _make_layout(layout)
     path = output / f"{family}-{head}"
     cls = getattr(transformers, f"{family}{suffix}")
     if layout is None:
@@ -71,7 +71,7 @@ def train(family, head, output, layout, accepts_count=True, trainer_class=Traine
 def compare(family, head, folder, layout="dp2", **arguments):
     log, weights = run_single_process(train, family, head, folder, None, **arguments)
     assert len(log) >= 5
-    config = _layout(layout)
+    config = _make_layout(layout)
     results = run_ranks(
         train, config.ranks_per_replica * (config.dp_size or 1), family, head, folder, layout, timeout=200, **arguments
     )

@@ -154,7 +154,7 @@ def load_and_save_again(path, source, target, config, dtype):
     return model(**make_batch()).loss.item()
 
 
-def all_full_tensors(path):
+def read_full_tensors(path):
     checkpoint = Checkpoint(path)
     checkpoint.verify()
     tensors = {}
@@ -171,7 +171,7 @@ def test_half_precision_main_params_are_preserved(stories, tmp_path):
     run_ranks(save_after_steps, 2, stories, tmp_path / "a" / "checkpoint-2", dp2, torch.bfloat16)
     paths = tmp_path / "a" / "checkpoint-2", tmp_path / "b" / "checkpoint-2"
     run_ranks(load_and_save_again, 2, stories, *paths, tp2, torch.bfloat16)
-    before, after = map(all_full_tensors, paths)
+    before, after = map(read_full_tensors, paths)
     name = "optimizer/0/main_weight/model.embed_tokens.weight"
     assert before[name].dtype == torch.float32 and not torch.equal(before[name], before[name].bfloat16().float())
     assert all(torch.equal(before[name], after[name]) for name in before)
@@ -249,7 +249,7 @@ def test_best_model_at_end_comes_from_a_sharded_checkpoint(stories, tmp_path):
     }
     [_, weights, best], _ = run_ranks(train, 2, stories, tmp_path, LAYOUTS["dp2"], **arguments)
     assert best == str(tmp_path / "checkpoint-2")
-    saved = all_full_tensors(tmp_path / "checkpoint-2")
+    saved = read_full_tensors(tmp_path / "checkpoint-2")
     assert all(torch.equal(saved[name], weight.flatten()) for name, weight in weights.items() if name in saved)
 
 
@@ -258,7 +258,7 @@ def test_async_saves_are_complete(stories, tmp_path):
     run_ranks(train, 2, stories, tmp_path, config, save_total_limit=2)
     assert [is_committed(tmp_path / f"checkpoint-{step}") for step in (2, 4, 6)] == [False, True, True]
     sync = run_ranks(train, 2, stories, tmp_path / "sync", LAYOUTS["dp2"])[0]
-    final = all_full_tensors(tmp_path / "checkpoint-6")
+    final = read_full_tensors(tmp_path / "checkpoint-6")
     assert all(torch.equal(final[name], weight.flatten()) for name, weight in sync[1].items() if name in final)
 
 

@@ -20,7 +20,7 @@ TYPES = ("qwen2_5_vl", "gemma3")
 
 
 @functools.lru_cache(maxsize=1)
-def tiny_model(model_type):
+def get_tiny_model(model_type):
     return make_tiny_model(CONFIG_MAPPING[model_type](), task="image", microbatches=2, min_layers=4, batch_size=4)
 
 
@@ -31,7 +31,7 @@ PIPELINES = [
 ]
 
 
-def named(layout):
+def format_layout(layout):
     return "+".join(f"{name}{value}" for name, value in layout.items())
 
 
@@ -39,19 +39,19 @@ def named(layout):
 @pytest.mark.parametrize(
     "layout",
     [{"tp_size": 2, "sequence_parallel": True}, {"dp_size": 2, "zero_stage": 3}, *PIPELINES],
-    ids=named,
+    ids=format_layout,
 )
 def test_layouts_match_single_process(model_type, layout):
-    comparison = check_tiny_model(tiny_model(model_type), ConfigUnderTest(**layout))
+    comparison = check_tiny_model(get_tiny_model(model_type), ConfigUnderTest(**layout))
     assert comparison.passed, comparison.report()
 
 
 @pytest.mark.parametrize("model_type", TYPES)
 def test_every_partition_matches_single_process(model_type):
-    layers = tiny_model(model_type).config.text_config.num_hidden_layers
+    layers = get_tiny_model(model_type).config.text_config.num_hidden_layers
     for first in range(1, layers):
         layout = ConfigUnderTest(pp_size=2, num_microbatches=2, pipeline_partition=(first, layers - first))
-        comparison = check_tiny_model(tiny_model(model_type), layout)
+        comparison = check_tiny_model(get_tiny_model(model_type), layout)
         assert comparison.passed, (first, comparison.report())
 
 
@@ -64,10 +64,10 @@ def test_every_partition_matches_single_process(model_type):
         ("qwen3_vl", {"tp_size": 2, "sequence_parallel": True, "cp_size": 2}),
         ("aria", {"pp_size": 2, "cp_size": 2, "num_microbatches": 2, "recompute": "full"}),
     ],
-    ids=lambda value: value if isinstance(value, str) else named(value),
+    ids=lambda value: value if isinstance(value, str) else format_layout(value),
 )
 def test_images_with_context_parallelism(model_type, layout):
-    comparison = check_tiny_model(tiny_model(model_type), ConfigUnderTest(**layout))
+    comparison = check_tiny_model(get_tiny_model(model_type), ConfigUnderTest(**layout))
     assert comparison.passed, comparison.report()
 
 
@@ -76,7 +76,7 @@ def test_dropped_deepstack_features_are_detected():
         ContextStack.on_full_sequence = lambda self, function: lambda hidden, *args: hidden
 
     assert not check_tiny_model(
-        tiny_model("qwen3_vl"), ConfigUnderTest(cp_size=2), sabotage=drop_deepstack_features
+        get_tiny_model("qwen3_vl"), ConfigUnderTest(cp_size=2), sabotage=drop_deepstack_features
     ).passed
 
 
@@ -87,11 +87,11 @@ def generate_tokens(image_tiny_model, layout):
     return tokens.tolist()
 
 
-@pytest.mark.parametrize("layout", [{"pp_size": 2}, {"dp_size": 2, "zero_stage": 3}], ids=named)
+@pytest.mark.parametrize("layout", [{"pp_size": 2}, {"dp_size": 2, "zero_stage": 3}], ids=format_layout)
 @pytest.mark.parametrize("model_type", TYPES)
 def test_generation_matches_single_process(model_type, layout):
-    expected = generate_tokens(tiny_model(model_type), None)
-    assert run_ranks(generate_tokens, 2, tiny_model(model_type), ConfigUnderTest(**layout)) == [expected] * 2
+    expected = generate_tokens(get_tiny_model(model_type), None)
+    assert run_ranks(generate_tokens, 2, get_tiny_model(model_type), ConfigUnderTest(**layout)) == [expected] * 2
 
 
 class FrozenEncoders(TinyModel):
@@ -136,7 +136,7 @@ def test_images_from_wrong_sample_are_detected(model_type):
         sample_index.rows_with_images = swap_samples
 
     layout = ConfigUnderTest(pp_size=2, num_microbatches=2)
-    comparison = check_tiny_model(tiny_model(model_type), layout, sabotage=swap_image_inputs)
+    comparison = check_tiny_model(get_tiny_model(model_type), layout, sabotage=swap_image_inputs)
     assert not comparison.passed and comparison.worst.value > 10
 
 
@@ -159,7 +159,7 @@ def test_deepstack_layers_stay_on_the_first_stage():
 
 
 def test_image_placeholder_mismatch_raises():
-    gemma3 = tiny_model("gemma3")
+    gemma3 = get_tiny_model("gemma3")
 
     def call():
         model = gemma3.load(megatron_config=MegatronConfig(pp_size=2, num_microbatches=2))
