@@ -6,10 +6,10 @@ from transformers import CONFIG_MAPPING
 
 from hf_megatron.core.communication import collectives
 from hf_megatron.core.communication.bucket_collectives import AllGather
+from hf_megatron.core.layouts import parse_layouts
 from hf_megatron.data_parallel import distributed_optimizer, grad_norm, grad_reducer, param_gather
 from hf_megatron.data_parallel.buckets import Bucket, Slot
 from hf_megatron.tensor_parallel import region, vocab_parallel_head
-from hf_megatron.testing.check import parse_layouts
 from hf_megatron.testing.parity import check_tiny_model
 from tests.helpers.shared_tiny_models import make_tiny_model
 

@@ -9,9 +9,9 @@ from hf_megatron import local_named_parameters
 from hf_megatron.checkpoint.gather_full import gather_to_first
 from hf_megatron.compat.torch_dtensor import local_tensor
 from hf_megatron.core.fork_harness import run_ranks
+from hf_megatron.core.layouts import parse_layouts
 from hf_megatron.data_parallel.fsdp import full_local
 from hf_megatron.parallelize import parallel_state
-from hf_megatron.testing.check import parse_layouts
 from tests.integration.integrations.trainer.test_trainer import rows
 
 

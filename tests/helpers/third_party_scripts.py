@@ -32,9 +32,9 @@ from transformers import (
 from transformers import trainer as transformers_trainer
 
 from hf_megatron.core.fork_harness import run_ranks
+from hf_megatron.core.layouts import parse_layouts
 from hf_megatron.integrations.accelerate.environment import export_layout
 from hf_megatron.integrations.accelerate.launched_script import run_script
-from hf_megatron.testing.check import parse_layouts
 
 DATA = Path(__file__).parents[1] / "data"
 STORIES = DATA / "stories260K_hf"

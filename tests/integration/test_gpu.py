@@ -18,11 +18,11 @@ from trl import DPOTrainer, GRPOConfig, GRPOTrainer, SFTTrainer
 from hf_megatron import MegatronConfig, token_kl_divergences, token_log_probs
 from hf_megatron.context_parallel.flash import flash_varlen_backward, flash_varlen_forward
 from hf_megatron.core.fork_harness import run_ranks
+from hf_megatron.core.layouts import parse_layouts
 from hf_megatron.core.spans import bubble_share
 from hf_megatron.models.verification_gate import ConfigUnderTest
 from hf_megatron.tensor_parallel.cross_entropy import CrossEntropyOptions, linear_cross_entropy
 from hf_megatron.testing.adapters import adapted
-from hf_megatron.testing.check import parse_layouts
 from hf_megatron.testing.measure import measure
 from hf_megatron.testing.parity import check_tiny_model
 from hf_megatron.testing.pipeline_timeline import draw_timeline

@@ -8,8 +8,8 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from hf_megatron import parallelize
 from hf_megatron.core.fork_harness import run_ranks
+from hf_megatron.core.layouts import parse_layouts
 from hf_megatron.parallel_state import parallel_state
-from hf_megatron.testing.check import parse_layouts
 from hf_megatron.testing.parity import check_tiny_model
 from tests.helpers.shared_tiny_models import make_tiny_model
 from tests.toy_axis import axis

@@ -9,8 +9,8 @@ from hf_megatron.core.fork_harness import run_ranks
 from tests.integration.integrations.trainer.test_resume import (
     LAYOUTS,
     SAVED,
+    count_ranks,
     load_and_save_again,
-    ranks_of,
     read_full_tensors,
     save_after_steps,
     train,
@@ -30,7 +30,7 @@ def test_fault_07_unwritable_output_dir(stories, tmp_path):
 @pytest.fixture(scope="module", params=SAVED)
 def saved_checkpoint(request, stories, tmp_path_factory):
     config, path = LAYOUTS[request.param], tmp_path_factory.mktemp("saved") / "checkpoint-2"
-    run_ranks(save_after_steps, ranks_of(config), stories, path, config, torch.float32)
+    run_ranks(save_after_steps, count_ranks(config), stories, path, config, torch.float32)
     return path
 
 
@@ -39,7 +39,7 @@ def test_fault_14_resharded_state_is_bit_equal(stories, tmp_path, saved_checkpoi
     config = LAYOUTS[loaded]
     losses = run_ranks(
         load_and_save_again,
-        ranks_of(config),
+        count_ranks(config),
         stories,
         saved_checkpoint,
         tmp_path / "checkpoint-2",
@@ -59,7 +59,7 @@ def test_fault_14_resharded_state_is_bit_equal(stories, tmp_path, saved_checkpoi
 def test_fault_15_resume_on_same_layout_is_bit_equal(stories, tmp_path, name):
     """With dropout: RNG states, scheduler, moments and data position must all resume."""
     config = LAYOUTS[name]
-    ranks = ranks_of(config)
+    ranks = count_ranks(config)
     uninterrupted = run_ranks(train, ranks, stories, tmp_path / "whole", config, dropout=0.1, save_strategy="no")
     run_ranks(train, ranks, stories, tmp_path / "parts", config, dropout=0.1, stop=4)
     assert latest(tmp_path / "parts").name == "checkpoint-4"

@@ -6,6 +6,7 @@ import dataclasses
 import pytest
 from transformers import CONFIG_MAPPING
 
+from hf_megatron.core.layouts import parse_layouts
 from hf_megatron.data_parallel.model_parameters import ModelParameters
 from hf_megatron.errors import RankError
 from hf_megatron.losses.batch_loss import BatchLoss
@@ -14,7 +15,6 @@ from hf_megatron.pipeline_parallel.boundary import StageBoundary
 from hf_megatron.pipeline_parallel.loss_grad_scale import ScheduledGradients
 from hf_megatron.pipeline_parallel.p2p import Transport
 from hf_megatron.pipeline_parallel.tied_weight_grads import TiedGradients
-from hf_megatron.testing.check import parse_layouts
 from hf_megatron.testing.parity import check_tiny_model
 from tests.helpers.shared_tiny_models import make_tiny_model
 

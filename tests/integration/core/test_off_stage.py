@@ -13,7 +13,7 @@ from hf_megatron.core.fork_harness import run_ranks
 from hf_megatron.core.off_stage import OffStageTensor
 from hf_megatron.pipeline_parallel import axis
 from tests.helpers.dp_training import count_ranks
-from tests.helpers.training import local_samples, make_batch, parse_layout, save_tiny
+from tests.helpers.training import make_batch, parse_layout, save_tiny, shard_batch
 
 LAYOUTS = ["pp2", "pp2+split", "tp2+pp2", "pp2+dp2", "pp2+dp2+zero3"]
 
@@ -33,12 +33,12 @@ def load(path, text):
 def run_steps(model, optimizer, term=None, count=2):
     """Yields the loss before each step and one after the last; `term(model)` is added to the loss that is trained."""
     for seed in range(count):
-        loss = model(**local_samples(model, make_batch(seed))).loss
+        loss = model(**shard_batch(model, make_batch(seed))).loss
         yield loss.detach().clone()
         (loss if term is None else loss + term(model)).backward()
         optimizer.step()
         optimizer.zero_grad()
-    yield model(**local_samples(model, make_batch(9))).loss.detach()
+    yield model(**shard_batch(model, make_batch(9))).loss.detach()
 
 
 def read_counts(model):
@@ -79,7 +79,7 @@ def freeze_between_steps(model):
 def edit_gradients_by_index(model):
     optimizer = prepare_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
     for seed in range(2):
-        loss = model(**local_samples(model, make_batch(seed))).loss
+        loss = model(**shard_batch(model, make_batch(seed))).loss
         loss.backward()
         for place, parameter in enumerate(model.parameters()):
             parameter.grad.mul_(0.1 * place)
@@ -120,7 +120,7 @@ def add_scaled_penalties(model):
     parameters = list(model.parameters())
     optimizer = prepare_optimizer(torch.optim.SGD(parameters, lr=0.1))
     for seed in range(2):
-        loss = model(**local_samples(model, make_batch(seed))).loss
+        loss = model(**shard_batch(model, make_batch(seed))).loss
         yield loss.detach().clone()
         total = loss * 2
         for parameter in parameters:
@@ -133,7 +133,7 @@ def add_scaled_penalties(model):
                 parameter.grad = gradient
         optimizer.step()
         optimizer.zero_grad()
-    yield model(**local_samples(model, make_batch(9))).loss.detach()
+    yield model(**shard_batch(model, make_batch(9))).loss.detach()
 
 
 def average_weights(model):
@@ -171,12 +171,12 @@ def add_random_noise(model):
             parameter.add_(torch.randn_like(parameter), alpha=0.01)
             nn.init.normal_(parameter, std=0.1) if parameter.dim() > 1 else None
     yield torch.rand(())
-    yield model(**local_samples(model, make_batch(9))).loss.detach()
+    yield model(**shard_batch(model, make_batch(9))).loss.detach()
 
 
 def step_without_optimizer(model):
     for seed in range(3):
-        loss = model(**local_samples(model, make_batch(seed))).loss
+        loss = model(**shard_batch(model, make_batch(seed))).loss
         yield loss.detach().clone()
         loss.backward()
         for parameter in model.parameters():
@@ -188,7 +188,7 @@ def mask_gradients(model):
     torch.manual_seed(3)
     optimizer = prepare_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
     for seed in range(2):
-        loss = model(**local_samples(model, make_batch(seed))).loss
+        loss = model(**shard_batch(model, make_batch(seed))).loss
         yield loss.detach().clone()
         loss.backward()
         for parameter in model.parameters():
@@ -218,7 +218,7 @@ def train_head_module(model):
     optimizer = prepare_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
     for seed, trains in enumerate((True, False, True)):
         head.requires_grad_(trains)
-        loss = model(**local_samples(model, make_batch(seed))).loss
+        loss = model(**shard_batch(model, make_batch(seed))).loss
         yield loss.detach().clone()
         loss.backward()
         if trains:
@@ -253,7 +253,7 @@ def init_weights_by_module_type(model):
     torch.manual_seed(4)
     model.apply(lambda module: nn.init.normal_(module.weight, std=0.1) if isinstance(module, nn.Linear) else None)
     yield torch.rand(())
-    yield model(**local_samples(model, make_batch(9))).loss.detach()
+    yield model(**shard_batch(model, make_batch(9))).loss.detach()
     model.apply(model._init_weights)
     yield torch.rand(())
     yield from run_steps(model, prepare_optimizer(torch.optim.SGD(model.parameters(), lr=0.1)))

@@ -8,7 +8,7 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from hf_megatron import MegatronError, prepare_optimizer
 from hf_megatron.core.fork_harness import run_ranks
-from tests.helpers.training import local_samples, make_batch, parse_layout
+from tests.helpers.training import make_batch, parse_layout, shard_batch
 
 
 class Scaled(nn.Module):
@@ -43,13 +43,13 @@ def differentiate_twice(model):
 
 
 def call_with_other_parameters(model):
-    rows = local_samples(model, make_batch(0))
+    rows = shard_batch(model, make_batch(0))
     others = {name: parameter * 1.01 for name, parameter in model.named_parameters()}
     torch.func.functional_call(model, others, args=(), kwargs=rows)
 
 
 def differentiate_functionally(model):
-    rows = local_samples(model, make_batch(0))
+    rows = shard_batch(model, make_batch(0))
 
     def loss(parameters):
         return torch.func.functional_call(model, parameters, args=(), kwargs=rows).loss
@@ -151,7 +151,7 @@ def test_changed_models_are_rejected(tiny, change, text, match):
         model = AutoModelForCausalLM.from_pretrained(tiny, megatron_config=parse_layout(text)).train()
         with pytest.raises(MegatronError, match=match):
             change(model)
-            model(**local_samples(model, make_batch(0)))
+            model(**shard_batch(model, make_batch(0)))
 
     run_ranks(on_rank, 2)
 
@@ -199,7 +199,7 @@ def test_added_modules_train(tiny, change, text):
             prepare_optimizer(optimizer)
         norms = []
         for step in range(3):
-            outputs = model(**local_samples(model, make_batch(step)))
+            outputs = model(**shard_batch(model, make_batch(step)))
             loss = outputs.loss
             if change is add_value_head:
                 # All ranks have equally many samples, so that the mean over ranks is the global mean.

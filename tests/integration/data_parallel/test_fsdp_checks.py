@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.helpers.training import PatternRuns, local_samples, make_batch
+from tests.helpers.training import PatternRuns, make_batch, shard_batch
 
 LAYOUTS = ["dp2+zero3", "tp2+dp2+zero3"]
 
@@ -15,7 +15,7 @@ def call_layer_before_first_forward(loop):
 
 def call_embedding(loop):
     loop.step(0)
-    rows = local_samples(loop.model, make_batch(1))
+    rows = shard_batch(loop.model, make_batch(1))
     embeds = loop.model.get_input_embeddings()(rows["input_ids"])
     loop.model(inputs_embeds=embeds, labels=rows["labels"]).loss.backward()
 

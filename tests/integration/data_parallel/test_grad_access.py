@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from hf_megatron import CheckpointError
 from hf_megatron.core.fork_harness import run_ranks
-from tests.helpers.training import PatternRuns, local_samples, make_batch, make_parameters, parse_layout
+from tests.helpers.training import PatternRuns, make_batch, make_parameters, parse_layout, shard_batch
 
 LAYOUTS = ["tp2", "tp2+sp", "dp2", "dp2+zero2", "dp2+zero3", "tp2+dp2+zero3"]
 LOOP_PATTERNS = {}
@@ -223,7 +223,7 @@ def test_matches_single_process(runs, name, text):
 def save_and_load(path, text, folder):
     """Returns the loss of the saved weights, and the loss after these weights are changed and loaded again."""
     model = AutoModelForCausalLM.from_pretrained(path, megatron_config=parse_layout(text)).train()
-    rows = local_samples(model, make_batch(0))
+    rows = shard_batch(model, make_batch(0))
     file = folder / str(dist.get_rank())
     torch.save(model.state_dict(), file)
     dist.barrier()

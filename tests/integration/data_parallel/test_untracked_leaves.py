@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 from hf_megatron import RankError, UnsupportedError
 from hf_megatron.core.fork_harness import run_ranks
 from hf_megatron.parallelize import parallel_state
-from tests.helpers.training import Loop, PatternRuns, local_samples, make_batch, parse_layout, ranks_of
+from tests.helpers.training import Loop, PatternRuns, count_ranks, make_batch, parse_layout, shard_batch
 
 LAYOUTS = ["dp2", "dp2+zero3"]
 
@@ -22,7 +22,7 @@ def _make_linear(inputs, outputs):
 
 
 def _local_batch(loop, seed=0):
-    return local_samples(loop.model, make_batch(seed))
+    return shard_batch(loop.model, make_batch(seed))
 
 
 def _train_with_extra_optimizer(loop, other, loss):
@@ -333,7 +333,7 @@ def test_rejected_with_pipeline(tiny, text, loop_pattern):
         loop_pattern(Loop(model, tiny))
 
     with pytest.raises(RankError, match=re.escape(REJECTED_ON_STAGES[text][loop_pattern])):
-        run_ranks(on_rank, ranks_of(parse_layout(text)), timeout=120)
+        run_ranks(on_rank, count_ranks(parse_layout(text)), timeout=120)
 
 
 @pytest.mark.parametrize("stepped", [False, True])
@@ -342,17 +342,17 @@ def test_zero_stage_3_rejects_retied_weights(tiny, stepped):
         model = AutoModelForCausalLM.from_pretrained(tiny, megatron_config=parse_layout("dp2+zero3")).train()
         assert parallel_state(model).mesh.dp_size == 2
         if stepped:
-            model(**local_samples(model, make_batch(0))).loss.backward()
+            model(**shard_batch(model, make_batch(0))).loss.backward()
         weight = model.lm_head.weight
         assert weight is model.model.embed_tokens.weight
         model.lm_head.weight = nn.Parameter(weight.detach().clone())
         with pytest.raises(UnsupportedError, match="tied, untied or replaced"):
-            model(**local_samples(model, make_batch(1)))
+            model(**shard_batch(model, make_batch(1)))
         model.lm_head.weight = weight
         norms = model.model.layers[0]
         norms.input_layernorm.weight = norms.post_attention_layernorm.weight
         with pytest.raises(UnsupportedError, match="tied, untied or replaced"):
-            model(**local_samples(model, make_batch(1)))
+            model(**shard_batch(model, make_batch(1)))
 
     run_ranks(on_rank, 2)
 

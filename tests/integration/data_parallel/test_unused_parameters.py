@@ -7,12 +7,12 @@ import torch
 
 from hf_megatron import shard_safe
 from hf_megatron.parallelize import parallel_state
-from tests.helpers.training import PatternRuns, local_samples
+from tests.helpers.training import PatternRuns, shard_batch
 
 
 def backward(loop, seed):
     """Runs a backward in which the last layer's MLP is used for the first two samples only."""
-    sample_mask = local_samples(loop.model, {"seen": torch.tensor([1.0, 1.0, 0.0, 0.0])})["seen"]
+    sample_mask = shard_batch(loop.model, {"seen": torch.tensor([1.0, 1.0, 0.0, 0.0])})["seen"]
     mlp = loop.model.model.layers[1].mlp
     stock_forward = type(mlp).forward
     mlp.forward = shard_safe(

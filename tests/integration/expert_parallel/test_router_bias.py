@@ -7,9 +7,9 @@ from transformers import AutoModelForCausalLM, DeepseekV3Config, LlamaConfig
 
 from hf_megatron import ConfigError, MegatronConfig, prepare_optimizer
 from hf_megatron.core.fork_harness import run_ranks
+from hf_megatron.core.layouts import parse_layouts
 from hf_megatron.models.verification_gate import ConfigUnderTest
 from hf_megatron.parallel_state import parallel_state
-from hf_megatron.testing.check import parse_layouts
 from hf_megatron.testing.tiny_model import draw_parameters
 
 RATE, STEPS = 0.03, 3

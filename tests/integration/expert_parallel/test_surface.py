@@ -24,9 +24,9 @@ from trl import SFTConfig, SFTTrainer
 import hf_megatron
 from hf_megatron import ConfigError, MegatronConfig, UnsupportedError
 from hf_megatron.core.fork_harness import run_ranks
+from hf_megatron.core.layouts import parse_layouts
 from hf_megatron.expert_parallel import token_dispatcher
 from hf_megatron.parallel_state import parallel_state
-from hf_megatron.testing.check import parse_layouts
 from hf_megatron.testing.tiny_model import draw_parameters
 from tests.integration.context_parallel.test_trainer import OPTIONS, collate, make_dataset
 

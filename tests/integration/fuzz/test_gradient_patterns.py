@@ -16,9 +16,9 @@ from tests.helpers.training import (
     LAYOUTS,
     PIPELINES,
     PatternRuns,
-    local_samples,
     make_batch,
     make_parameters,
+    shard_batch,
 )
 
 LOOP_PATTERNS = {}
@@ -240,7 +240,7 @@ def computes_penalty_before_loss(loop):
 
 def compute_external_loss(loop, seed):
     """Returns a loss computed outside the model, with equally many samples on every rank."""
-    ids = local_samples(loop.model, make_batch(seed))["input_ids"]
+    ids = shard_batch(loop.model, make_batch(seed))["input_ids"]
     logits = loop.model(input_ids=ids).logits[:, :-1]
     return torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
 
@@ -265,7 +265,7 @@ def multiplies_losses_from_two_models(loop):
     config = {} if state is None else {"megatron_config": state.config}
     other = AutoModelForCausalLM.from_pretrained(loop.path, **config).train()
     for seed in range(2):
-        (loop.loss(seed) * other(**local_samples(other, make_batch(seed + 2))).loss).backward()
+        (loop.loss(seed) * other(**shard_batch(other, make_batch(seed + 2))).loss).backward()
         loop.optimizer.step()
         loop.optimizer.zero_grad()
 
@@ -320,12 +320,12 @@ def freezes_between_microbatches(loop):
 def trains_inputs(loop):
     all_inputs = torch.randn(4, 9, 32, generator=torch.Generator().manual_seed(0))
     for seed in range(2):
-        samples = local_samples(loop.model, {"x": all_inputs, **make_batch(seed)})
+        samples = shard_batch(loop.model, {"x": all_inputs, **make_batch(seed)})
         inputs = samples["x"].clone().requires_grad_()
         loss = loop.model(inputs_embeds=inputs, labels=samples["labels"]).loss
         loss.backward()
         loop.losses.append(loss.item())
-        expected = local_samples(loop.model, {"x": torch.arange(4)})["x"]
+        expected = shard_batch(loop.model, {"x": torch.arange(4)})["x"]
         loop.rows(f"inputs {seed}", inputs.grad, expected)
         loop.optimizer.step()
         loop.optimizer.zero_grad()
@@ -334,7 +334,7 @@ def trains_inputs(loop):
 @loop_pattern
 def passes_scaled_embeddings(loop):
     for seed in range(2):
-        samples = local_samples(loop.model, make_batch(seed))
+        samples = shard_batch(loop.model, make_batch(seed))
         inputs = loop.model.get_input_embeddings()(samples["input_ids"]) * 1.5
         loss = loop.model(inputs_embeds=inputs, labels=samples["labels"]).loss
         loss.backward()
@@ -410,9 +410,9 @@ def steps_in_hooks(loop):
 
 @partial("Make them parameters of the model")
 def differentiates_prompt(loop):
-    drawn = local_samples(loop.model, {"x": torch.randn(4, 9, 32, generator=torch.Generator().manual_seed(7))})["x"]
+    drawn = shard_batch(loop.model, {"x": torch.randn(4, 9, 32, generator=torch.Generator().manual_seed(7))})["x"]
     prompt = torch.ones(32, requires_grad=True)
-    labels = local_samples(loop.model, make_batch(0))["labels"]
+    labels = shard_batch(loop.model, make_batch(0))["labels"]
     loop.see(
         "asked", torch.autograd.grad(loop.model(inputs_embeds=drawn * prompt, labels=labels).loss / 4, [prompt])[0]
     )
@@ -447,16 +447,16 @@ def use_cleared_gradient(path):
     weight = model.model.norm.weight
     gradient_ids = []
     for seed in range(3):
-        model(**local_samples(model, make_batch(seed))).loss.backward()
+        model(**shard_batch(model, make_batch(seed))).loss.backward()
         gradient_ids.append(id(weight.grad))
         model.zero_grad()
     assert len(set(gradient_ids)) == 1, "one tensor stands for all gradients that nobody keeps"
-    model(**local_samples(model, make_batch(0))).loss.backward()
+    model(**shard_batch(model, make_batch(0))).loss.backward()
     gradient = weight.grad
     model.zero_grad()
     with pytest.raises(UnsupportedError, match=r"clone\(\)"):
         gradient.norm()
-    model(**local_samples(model, make_batch(1))).loss.backward()
+    model(**shard_batch(model, make_batch(1))).loss.backward()
     with pytest.raises(UnsupportedError, match=r"clone\(\)"):
         gradient.norm()
     return weight.grad.norm().item() > 0

@@ -12,7 +12,7 @@ from hf_megatron import UnsupportedError
 from hf_megatron.core.fork_harness import run_ranks
 from tests.helpers.dp_training import gather_weights, parse_layout
 from tests.helpers.tiny_models import build_tiny_model
-from tests.helpers.training import LAYOUTS, PIPELINES, Loop, PatternRuns, make_parameters, ranks_of
+from tests.helpers.training import LAYOUTS, PIPELINES, Loop, PatternRuns, count_ranks, make_parameters
 
 LOOP_PATTERNS, HALF = {}, {}
 IMPOSSIBLE = {
@@ -423,7 +423,7 @@ def test_data_edits_raise_where_gradients_are_precomputed(tiny_uneven, text, nam
         raised = backward_raises_after_edit(tiny_uneven, parse_layout(text), name, edit)
         return raised, backward_raises_after_edit(tiny_uneven, parse_layout(text), name, add_nothing)
 
-    results = run_ranks(on_rank, ranks_of(parse_layout(text)))
+    results = run_ranks(on_rank, count_ranks(parse_layout(text)))
     stages = parse_layout(text).pp_size or 1
     expected = [rank is None or number * stages // len(results) == rank for number in range(len(results))]
     assert results == [(is_own, False) for is_own in expected]

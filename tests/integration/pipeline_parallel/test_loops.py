@@ -7,7 +7,7 @@ from transformers import AutoModelForCausalLM
 
 from hf_megatron import UnsupportedError, prepare_optimizer
 from hf_megatron.core.fork_harness import run_ranks
-from tests.helpers.training import local_samples, make_batch, parse_layout, save_tiny
+from tests.helpers.training import make_batch, parse_layout, save_tiny, shard_batch
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +28,7 @@ def run_user_embeddings(path, text, prompts):
     optimizer = prepare_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
     losses = []
     for seed in range(3):
-        local_batch = local_samples(model, make_batch(seed))
+        local_batch = shard_batch(model, make_batch(seed))
         embedding = model.get_input_embeddings()
         embedding.requires_grad_(seed < 2)
         inputs = embedding(local_batch["input_ids"]) * 1.3
@@ -185,7 +185,7 @@ def train_matching_parameters(path, text, part):
     optimizer = prepare_optimizer(torch.optim.AdamW(trainable, lr=0.01))
     losses = []
     for seed in range(3):
-        loss = model(**local_samples(model, make_batch(seed))).loss
+        loss = model(**shard_batch(model, make_batch(seed))).loss
         loss.backward()
         losses.append(torch.nn.utils.clip_grad_norm_(trainable, 0.5).item())
         optimizer.step()
@@ -231,11 +231,11 @@ def step_in_evaluation_mode(path, text):
     optimizer = prepare_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
     full_batch = make_batch(0)
     full_batch["labels"][0] = -100
-    loss = model(**local_samples(model, full_batch)).loss
+    loss = model(**shard_batch(model, full_batch)).loss
     loss.backward()
     optimizer.step()
     with torch.no_grad():
-        return loss.item(), model(**local_samples(model, make_batch(1))).logits.float().sum().item()
+        return loss.item(), model(**shard_batch(model, make_batch(1))).logits.float().sum().item()
 
 
 @pytest.mark.parametrize("text", ["pp2", "dp2", "pp2+dp2"])

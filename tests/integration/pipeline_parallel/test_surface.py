@@ -28,10 +28,10 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from hf_megatron import ConfigError, MegatronConfig, RankError, UnsupportedError, local_named_parameters
 from hf_megatron.core.fork_harness import run_ranks
+from hf_megatron.core.layouts import parse_layouts
 from hf_megatron.models.verification_gate import ConfigUnderTest
 from hf_megatron.parallelize import parallel_state
 from hf_megatron.pipeline_parallel.microbatches import split
-from hf_megatron.testing.check import parse_layouts
 from hf_megatron.testing.tiny_config import tiny_config
 from tests.helpers.shared_tiny_models import make_tiny_model
 

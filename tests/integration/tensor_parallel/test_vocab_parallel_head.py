@@ -3,12 +3,12 @@
 import pytest
 import torch
 
-from tests.helpers.training import PatternRuns, gather_full_tensors, local_samples, make_batch, save_tiny
+from tests.helpers.training import PatternRuns, gather_full_tensors, make_batch, save_tiny, shard_batch
 
 
 def run_steps(loop, read_loss):
     for seed in range(2):
-        output = loop.model(**local_samples(loop.model, make_batch(seed)))
+        output = loop.model(**shard_batch(loop.model, make_batch(seed)))
         loss = read_loss(output)
         # Many loops call `zero_grad` between forward and backward.
         loop.model.zero_grad()
@@ -32,7 +32,7 @@ def train_on_z_loss(loop):
 
 
 def record_logits(loop, name, output):
-    loop.rows(name, output.logits, local_samples(loop.model, {"rows": torch.arange(4)})["rows"])
+    loop.rows(name, output.logits, shard_batch(loop.model, {"rows": torch.arange(4)})["rows"])
 
 
 def log_logits(loop):
@@ -47,12 +47,12 @@ def evaluate_logits(loop):
     loop.step(0)
     for context in (torch.no_grad, torch.inference_mode):
         with context():
-            record_logits(loop, context.__name__, loop.model(**local_samples(loop.model, make_batch(1))))
+            record_logits(loop, context.__name__, loop.model(**shard_batch(loop.model, make_batch(1))))
     loop.step(1)
 
 
 def differentiate_logits(loop):
-    output = loop.model(**local_samples(loop.model, make_batch(0)))
+    output = loop.model(**shard_batch(loop.model, make_batch(0)))
     names, parameters = zip(*loop.model.named_parameters(), strict=True)
     gradients = torch.autograd.grad(z_loss(output), parameters)
     loop.seen |= gather_full_tensors(loop.model, dict(zip(names, gradients, strict=True)))

@@ -6,8 +6,8 @@ from transformers import AutoModelForCausalLM
 
 from hf_megatron import RankError
 from hf_megatron.core.fork_harness import run_ranks
+from hf_megatron.core.layouts import parse_layouts
 from hf_megatron.tensor_parallel.token_log_probs import token_log_probs
-from hf_megatron.testing.check import parse_layouts
 
 VOCABULARY = 512
 LAYOUTS = ["tp2", "tp2+sp", "pp2", "tp2+pp2", "dp2"]

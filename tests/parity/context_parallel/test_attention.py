@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from hf_megatron.context_parallel import attention, flash, kernels
-from hf_megatron.context_parallel import make_masks as masks_module
+from hf_megatron.context_parallel import masks as masks_module
 from hf_megatron.context_parallel.attention import ContextGroups, SharedSample, context_attention
 from hf_megatron.context_parallel.kernels import Kernel
 from hf_megatron.context_parallel.masks import SequenceMask

@@ -7,9 +7,9 @@ from torch import Tensor, nn
 from transformers import LlamaConfig
 from transformers.models.llama import modeling_llama
 
+from hf_megatron.core.layouts import parse_layouts
 from hf_megatron.models.registry import REGISTRY, register_model, registered_types
 from hf_megatron.models.spec_helpers import family_spec
-from hf_megatron.testing.check import parse_layouts
 from hf_megatron.testing.parity import check_tiny_model, make_tiny_model
 
 

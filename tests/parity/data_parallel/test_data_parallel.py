@@ -11,9 +11,9 @@ import torch.distributed as dist
 from transformers import CONFIG_MAPPING
 
 from hf_megatron.core.communication import mean_grad_ops
+from hf_megatron.core.layouts import parse_layouts
 from hf_megatron.data_parallel import bucket_assignment
 from hf_megatron.parallelize import parallel_state
-from hf_megatron.testing.check import parse_layouts
 from hf_megatron.testing.parity import check_tiny_model
 from tests.helpers.shared_tiny_models import make_tiny_model
 

@@ -11,6 +11,7 @@ from transformers import CONFIG_MAPPING
 from hf_megatron.compat.shard_safe import shard_safe
 from hf_megatron.compat.torch_autograd import in_backward
 from hf_megatron.core.fork_harness import run_ranks
+from hf_megatron.core.layouts import parse_layouts
 from hf_megatron.core.placement import GradientRule
 from hf_megatron.errors import RankError
 from hf_megatron.expert_parallel import all_to_all, experts, token_dispatcher
@@ -18,7 +19,6 @@ from hf_megatron.expert_parallel import axis as expert_axis
 from hf_megatron.integrations.transformers import shard_operation
 from hf_megatron.models.verification_gate import ConfigUnderTest
 from hf_megatron.parallel_state import parallel_state
-from hf_megatron.testing.check import parse_layouts
 from hf_megatron.testing.measure import measure
 from hf_megatron.testing.parity import check_tiny_model
 from tests.helpers.shared_tiny_models import make_tiny_model

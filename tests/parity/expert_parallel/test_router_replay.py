@@ -10,12 +10,12 @@ from transformers import CONFIG_MAPPING
 
 from hf_megatron import ConfigError, UnsupportedError, record_routing, replay_routing
 from hf_megatron.core.fork_harness import run_ranks
+from hf_megatron.core.layouts import parse_layouts
 from hf_megatron.expert_parallel.router_replay import Routing, _Player
 from hf_megatron.models import verified
 from hf_megatron.models.verification_gate import ConfigUnderTest
 from hf_megatron.parallel_state import parallel_state
 from hf_megatron.testing.cases import causal_types
-from hf_megatron.testing.check import parse_layouts
 from hf_megatron.testing.measure import measure
 from hf_megatron.testing.parity import check_tiny_model
 from tests.helpers.shared_tiny_models import make_tiny_model

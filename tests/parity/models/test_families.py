@@ -10,7 +10,7 @@ import functools
 import pytest
 from transformers import CONFIG_MAPPING
 
-from hf_megatron.testing.check import parse_layouts
+from hf_megatron.core.layouts import parse_layouts
 from hf_megatron.testing.parity import check_tiny_model
 from hf_megatron.testing.tolerances import WELL_CONDITIONED, judge
 from tests.helpers.shared_tiny_models import make_tiny_model

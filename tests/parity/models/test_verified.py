@@ -12,12 +12,13 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_
 
 from hf_megatron import MegatronConfig, UnverifiedLayoutError
 from hf_megatron.core.fork_harness import run_ranks
+from hf_megatron.core.layouts import parse_layouts
 from hf_megatron.models import verified
 from hf_megatron.models.fingerprint import ENDS
 from hf_megatron.models.registry import REGISTRY, register_model, registered_types
 from hf_megatron.testing import parity
 from hf_megatron.testing.cases import causal_types, get_class_task, image_types, iter_cases, resolve_case
-from hf_megatron.testing.check import features_on_layout, parse_layouts
+from hf_megatron.testing.check import features_on_layout
 from hf_megatron.testing.parity import check_tiny_model
 from hf_megatron.testing.parity import make_tiny_model as make_own_tiny_model
 from hf_megatron.testing.resolve_model import resolve_config

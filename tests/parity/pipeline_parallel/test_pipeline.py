@@ -15,10 +15,10 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from hf_megatron import ConfigError, MegatronConfig, RankError, UnsupportedError, local_named_parameters
 from hf_megatron.compat.torch_autograd import splits_python_functions
 from hf_megatron.core.fork_harness import run_ranks
+from hf_megatron.core.layouts import parse_layouts
 from hf_megatron.models.verification_gate import ConfigUnderTest
 from hf_megatron.parallelize import parallel_state
 from hf_megatron.pipeline_parallel.schedules import SCHEDULES
-from hf_megatron.testing.check import parse_layouts
 from hf_megatron.testing.measure import Measurement, _full, _gradients, measure
 from hf_megatron.testing.parity import TinyModel, check_tiny_model
 from hf_megatron.testing.tiny_model import make_batch

@@ -24,8 +24,8 @@ from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, Qwen3Moe
 
 from hf_megatron import CheckpointError, RankError, UnsupportedError, prepare_optimizer
 from hf_megatron.core.fork_harness import run_ranks
+from hf_megatron.core.layouts import parse_layouts
 from hf_megatron.models.verification_gate import ConfigUnderTest
-from hf_megatron.testing.check import parse_layouts
 from hf_megatron.testing.tiny_model import draw_parameters
 
 LAYOUTS = ("tp2", "tp2+sp", "cp2", "pp2", "dp2+zero2", "dp2+zero3", "tp2+sp+pp2")

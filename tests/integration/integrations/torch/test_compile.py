@@ -5,8 +5,8 @@ from torch._dynamo.utils import counters
 from transformers import CONFIG_MAPPING
 
 from hf_megatron.core.fork_harness import run_ranks
+from hf_megatron.core.layouts import parse_layouts
 from hf_megatron.models.verification_gate import ConfigUnderTest
-from hf_megatron.testing.check import parse_layouts
 from hf_megatron.testing.parity import check_tiny_model
 from tests.helpers.shared_tiny_models import make_tiny_model
 

@@ -23,8 +23,8 @@ from transformers import (
 
 from hf_megatron import ConfigError, MegatronPlugin
 from hf_megatron.core.fork_harness import run_ranks
+from hf_megatron.core.layouts import parse_layouts
 from hf_megatron.integrations.accelerate import batch_shards
-from hf_megatron.testing.check import parse_layouts
 from hf_megatron.testing.parity import ConfigUnderTest
 from tests.helpers.dp_training import count_ranks
 from tests.integration.integrations.trainer import test_resume, test_trainer

@@ -43,7 +43,7 @@ LAYOUTS = {
 SAVED = ["tp2", "dp2", "tp2 x dp2", "dp2 zero3"]
 
 
-def ranks_of(config):
+def count_ranks(config):
     return 1 if config is None else config.tp_size * (config.dp_size or 1)
 
 
@@ -98,8 +98,8 @@ def uninterrupted(stories, tmp_path_factory):
     ("saved", "loaded"), [("tp2 x dp2", "one process"), ("dp2", "tp2 x dp2 zero3"), ("dp2 zero3", "tp4")]
 )
 def test_trainer_resumes_on_another_layout(stories, tmp_path, uninterrupted, saved, loaded):
-    run_ranks(train, ranks_of(LAYOUTS[saved]), stories, tmp_path, LAYOUTS[saved], stop=4)
-    log, weights, _ = run_ranks(train, ranks_of(LAYOUTS[loaded]), stories, tmp_path, LAYOUTS[loaded], resume=True)[0]
+    run_ranks(train, count_ranks(LAYOUTS[saved]), stories, tmp_path, LAYOUTS[saved], stop=4)
+    log, weights, _ = run_ranks(train, count_ranks(LAYOUTS[loaded]), stories, tmp_path, LAYOUTS[loaded], resume=True)[0]
     for (step, loss, norm), (expected_step, expected_loss, expected_norm) in zip(
         log[-2:], uninterrupted[0][-2:], strict=True
     ):
@@ -213,7 +213,7 @@ def test_run_continued_in_single_process(stories, tmp_path, uninterrupted):
     """A single process writes stock checkpoints, which parallel layouts reject before training."""
 
     def run_trainer(config, **kwargs):
-        return run_ranks(train, ranks_of(config), stories, tmp_path, config, **kwargs)[0]
+        return run_ranks(train, count_ranks(config), stories, tmp_path, config, **kwargs)[0]
 
     dp2 = LAYOUTS["dp2"]
     run_trainer(dp2, stop=2)

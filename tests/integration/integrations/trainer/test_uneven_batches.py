@@ -11,8 +11,8 @@ from trl.experimental.orpo import ORPOConfig, ORPOTrainer
 
 from hf_megatron import UnsupportedError
 from hf_megatron.core.fork_harness import run_ranks
+from hf_megatron.core.layouts import parse_layouts
 from hf_megatron.integrations.trainer import padded_batches
-from hf_megatron.testing.check import parse_layouts
 from tests.helpers.references import train_single_process
 from tests.integration.integrations.trl.test_base import DEFAULTS, UNEQUAL, full_reference, policy, preferences, texts
 from tests.integration.integrations.trl.test_losses import conversations, tokenizer, unpaired

@@ -7,8 +7,8 @@ from safetensors.torch import load_file, save_file
 from transformers import CONFIG_MAPPING
 
 from hf_megatron.core.fork_harness import run_ranks
+from hf_megatron.core.layouts import parse_layouts
 from hf_megatron.models.verification_gate import ConfigUnderTest
-from hf_megatron.testing.check import parse_layouts
 from tests.helpers.shared_tiny_models import make_tiny_model
 
 TASKS = {

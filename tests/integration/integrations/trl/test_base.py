@@ -24,6 +24,7 @@ from hf_megatron import ConfigError, MegatronConfig, UnsupportedError, token_log
 from hf_megatron.checkpoint.gather_full import full_state_dict
 from hf_megatron.compat.versions import is_for_other_version
 from hf_megatron.core.fork_harness import run_ranks
+from hf_megatron.core.layouts import parse_layouts
 from hf_megatron.integrations.trl import base as integration
 from hf_megatron.integrations.trl import losses as trl_losses
 from hf_megatron.integrations.trl.preference_pairs import ReplicaBatches
@@ -32,7 +33,6 @@ from hf_megatron.parallelize import parallel_state
 from hf_megatron.pipeline_parallel import outputs, pipeline
 from hf_megatron.pipeline_parallel.p2p import Transport
 from hf_megatron.tensor_parallel import vocab_log_probs
-from hf_megatron.testing.check import parse_layouts
 from hf_megatron.testing.measure import Measurement, _full, _gradients
 from hf_megatron.testing.tolerances import gradient_errors
 from tests.helpers.dp_training import count_ranks

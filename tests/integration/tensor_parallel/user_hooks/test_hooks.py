@@ -26,7 +26,7 @@ from hf_megatron.core.fork_harness import run_ranks
 from hf_megatron.tensor_parallel.user_hooks import tensor_layouts
 from hf_megatron.tensor_parallel.user_hooks.hooks import UserHooks
 from hf_megatron.tensor_parallel.user_hooks.tensor_layouts import Addends, Columns
-from tests.helpers.training import PatternRuns, make_batch, parse_layout, ranks_of, save_tiny
+from tests.helpers.training import PatternRuns, count_ranks, make_batch, parse_layout, save_tiny
 
 LAYOUTS = ["tp2", "tp2+sp"]
 LAYER = ("", "input_layernorm", "self_attn", "post_attention_layernorm", "mlp")
@@ -584,7 +584,7 @@ def test_unsupported_hooks_are_rejected(experts, text, name, match, register):
             handle.remove()
         model(**make_batch(0)).loss.backward()
 
-    run_ranks(on_rank, ranks_of(parse_layout(text)))
+    run_ranks(on_rank, count_ranks(parse_layout(text)))
 
 
 @pytest.mark.parametrize("text", LAYOUTS)

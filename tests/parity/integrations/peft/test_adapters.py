@@ -15,6 +15,7 @@ from transformers import CONFIG_MAPPING
 
 from hf_megatron import local_named_parameters
 from hf_megatron.core.fork_harness import run_ranks
+from hf_megatron.core.layouts import parse_layouts
 from hf_megatron.core.placement import GradientRule, Placement
 from hf_megatron.integrations.peft import dora, experts, factors, layout, lora, prompts, saving
 from hf_megatron.models.modalities import sample_index
@@ -23,7 +24,7 @@ from hf_megatron.models.verified import read_results
 from hf_megatron.parallel_state import parallel_state
 from hf_megatron.pipeline_parallel.off_stage_module import Placeholder
 from hf_megatron.testing.adapters import METHODS, adapted
-from hf_megatron.testing.check import check_models, parse_layouts
+from hf_megatron.testing.check import check_models
 from hf_megatron.testing.parity import check_tiny_model
 from tests.helpers.shared_tiny_models import make_tiny_model
 

@@ -13,13 +13,13 @@ from transformers import CONFIG_MAPPING, BitsAndBytesConfig, TorchAoConfig, Trai
 
 from hf_megatron.core.communication.full_tensor import gather_full_tensor
 from hf_megatron.core.fork_harness import run_ranks
+from hf_megatron.core.layouts import parse_layouts
 from hf_megatron.core.quantized_weight import QuantizedWeight
 from hf_megatron.errors import ConfigError, UnsupportedError
 from hf_megatron.models.verification_gate import ConfigUnderTest
 from hf_megatron.parallel_state import parallel_state
 from hf_megatron.tensor_parallel.quantization import eight_bit, four_bit, scheme
 from hf_megatron.testing.adapters import METHODS, find_targets
-from hf_megatron.testing.check import parse_layouts
 from hf_megatron.testing.parity import check_tiny_model, make_tiny_model, measured
 from hf_megatron.testing.tiny_model import draw_parameters
 
