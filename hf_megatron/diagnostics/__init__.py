@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from .throughput import Throughput as Throughput
     from .throughput import estimate_model_work as estimate_model_work
     from .timeline import gather_timeline as gather_timeline
-    from .timeline import to_html as to_html
     from .timeline import to_perfetto as to_perfetto
     from .timeline import to_png as to_png
     from .timeline import write_pictures as write_pictures
@@ -53,7 +52,6 @@ _MODULES = {
     "memory_in": "hf_megatron.diagnostics.step_memory",
     "read_flight_records": "hf_megatron.diagnostics.hang",
     "read_run": "hf_megatron.diagnostics.run_record",
-    "to_html": "hf_megatron.diagnostics.timeline",
     "to_perfetto": "hf_megatron.diagnostics.timeline",
     "to_png": "hf_megatron.diagnostics.timeline",
     "estimate_model_work": "hf_megatron.diagnostics.throughput",

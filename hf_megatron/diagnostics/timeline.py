@@ -1,6 +1,5 @@
-"""Plots of one pipeline step: PNG, HTML, and a Perfetto trace, with the measured and the theoretical bubble."""
+"""Plots of one pipeline step: PNG and a Perfetto trace, with the measured and the theoretical bubble."""
 
-import itertools
 import json
 import os
 import socket
@@ -19,7 +18,6 @@ from ..core.spans import (
     Span,
     SpanRecorder,
     Timeline,
-    _milliseconds,
     align,
     bubble_share,
     clock_offset,
@@ -38,9 +36,6 @@ _KINDS = {
     "tied": ("tied embedding sum", "#e39fc2"),
     "optimizer": ("optimizer", "#5c5c5c"),
 }
-
-
-_TEMPLATE = Path(__file__).with_name("timeline.html")
 
 
 def gather_timeline(
@@ -82,41 +77,38 @@ class _Bar(NamedTuple):
     span: Span
     rank: int
     start: float
-    colour: str
+    color: str
     ink: str
     thin: bool
     number: str
-    description: str
 
 
 def _bars(timeline: Timeline) -> Iterator[_Bar]:
     beginning = timeline.start
     for rank, spans in enumerate(timeline.spans):
         for span in spans:
-            name, colour = _name_and_colour(span.kind, span.stage // timeline.ranks)
-            red, green, blue = bytes.fromhex(colour[1:])
+            _, color = get_name_and_color(span.kind, span.stage // timeline.ranks)
+            red, green, blue = bytes.fromhex(color[1:])
             ink = "white" if 0.299 * red + 0.587 * green + 0.114 * blue < 140 else "black"
-            microbatch = "" if span.microbatch == NO_MICROBATCH else str(span.microbatch)
-            number = microbatch if span.kind in COMPUTE else ""
-            text = f"{name}, stage {span.stage}" + (f", microbatch {microbatch}" if microbatch else "")
-            yield _Bar(span, rank, span.start - beginning, colour, ink, span.kind in COMMUNICATION, number, text)
+            number = str(span.microbatch) if span.kind in COMPUTE and span.microbatch != NO_MICROBATCH else ""
+            yield _Bar(span, rank, span.start - beginning, color, ink, span.kind in COMMUNICATION, number)
 
 
-def _name_and_colour(kind: str, chunk: int) -> tuple[str, str]:
+def get_name_and_color(kind: str, chunk: int) -> tuple[str, str]:
     name, *shades = _KINDS.get(kind, (kind, "#000000"))
     return name, shades[min(chunk, len(shades) - 1)]
 
 
-def _legend(timeline: Timeline) -> list[tuple[str, str]]:
+def list_legend(timeline: Timeline) -> list[tuple[str, str]]:
     """Returns name and color of every kind of span that occurs, computation first, with one entry per chunk."""
     span_kinds = dict.fromkeys((span.kind, span.stage // timeline.ranks) for row in timeline.spans for span in row)
     kinds = list(dict.fromkeys((*_KINDS, *(kind for kind, _ in span_kinds))))
     legend: dict[tuple[str, str], str] = {}
     for kind, chunk in sorted(span_kinds, key=lambda entry: (kinds.index(entry[0]), entry[1])):
-        name, colour = _name_and_colour(kind, chunk)
+        name, color = get_name_and_color(kind, chunk)
         several = kind in COMPUTE and timeline.stages > timeline.ranks
-        legend.setdefault((kind, colour), f"{name}, chunk {chunk}" if several else name)
-    return [(name, colour) for (_, colour), name in legend.items()]
+        legend.setdefault((kind, color), f"{name}, chunk {chunk}" if several else name)
+    return [(name, color) for (_, color), name in legend.items()]
 
 
 def to_perfetto(timeline: Timeline, path: str | os.PathLike[str]) -> None:
@@ -145,31 +137,10 @@ def to_perfetto(timeline: Timeline, path: str | os.PathLike[str]) -> None:
     replace_file(Path(path), lambda partial: partial.write_text(json.dumps(trace), encoding="utf-8"))
 
 
-def to_html(timeline: Timeline, path: str | os.PathLike[str], formula: float) -> None:
-    """Writes a self-contained HTML file: the plot, a tooltip for each span, and the bubbles.
+def to_png(timeline: Timeline, path: str | os.PathLike[str], formula: float) -> None:
+    """Draws the timeline with matplotlib.
 
     `formula` is the bubble share of the schedule with equal stages and free communication.
-    """
-    from jinja2 import Template
-
-    width = min(max(1100, 18 * _length(timeline)), 12000)
-    template = Template(_TEMPLATE.read_text(encoding="utf-8"), autoescape=True, trim_blocks=True)
-    page = template.render(
-        timeline=timeline,
-        title=timeline.title(formula),
-        measured=f"{bubble_share(timeline):.1%}",
-        formula=f"{formula:.1%}",
-        width=width,
-        ticks=_ticks(timeline.duration, int(width // 110)),
-        bars=_bars(timeline),
-        legend=_legend(timeline),
-        milliseconds=_milliseconds,
-    )
-    replace_file(Path(path), lambda partial: partial.write_text(page, encoding="utf-8"))
-
-
-def to_png(timeline: Timeline, path: str | os.PathLike[str], formula: float) -> None:
-    """Draws the timeline with matplotlib; `formula` is as in `to_html`.
 
     Raises:
         ConfigError: matplotlib is not installed.
@@ -185,7 +156,7 @@ def to_png(timeline: Timeline, path: str | os.PathLike[str], formula: float) -> 
     axes = figure.add_subplot()
     draw_bars(axes, timeline, width)
     axes.set_title(timeline.title(formula), fontsize=11)
-    keys = [Patch(facecolor=colour, label=name) for name, colour in _legend(timeline)]
+    keys = [Patch(facecolor=color, label=name) for name, color in list_legend(timeline)]
     figure.legend(handles=keys, loc="outside lower center", ncols=6, frameon=False, fontsize=8)
     replace_file(Path(path), lambda partial: figure.savefig(partial, format="png"))
 
@@ -199,7 +170,7 @@ def draw_bars(axes: Any, timeline: Timeline, width: float) -> None:
         low, high = (bar.rank + 0.22, 0.2) if bar.thin else (bar.rank - 0.4, 0.62)
         # A white edge would hide communication thinner than the edge.
         edge = "none" if bar.thin else "white"
-        axes.broken_barh([(start, duration)], (low, high), facecolor=bar.colour, edgecolor=edge, linewidth=0.3)
+        axes.broken_barh([(start, duration)], (low, high), facecolor=bar.color, edgecolor=edge, linewidth=0.3)
         if bar.number and duration >= digit * len(bar.number):
             centre = (start + duration / 2, low + high / 2)
             axes.text(*centre, bar.number, ha="center", va="center", fontsize=7, color=bar.ink)
@@ -214,10 +185,10 @@ def draw_bars(axes: Any, timeline: Timeline, width: float) -> None:
 
 
 def write_pictures(timeline: Timeline, directory: str | os.PathLike[str], name: str, formula: float) -> list[Path]:
-    """Writes `name.png`, `name.html` and `name.json` into a directory, which is created if missing.
+    """Writes `name.png` and `name.json` into a directory, which is created if missing.
 
     Returns:
-        `list[Path]`: the three files.
+        `list[Path]`: the two files.
 
     Raises:
         ConfigError: matplotlib is not installed; nothing is written.
@@ -225,10 +196,9 @@ def write_pictures(timeline: Timeline, directory: str | os.PathLike[str], name: 
     require_plots()
     folder = Path(directory)
     folder.mkdir(parents=True, exist_ok=True)
-    paths = [folder / f"{name}.{ending}" for ending in ("png", "html", "json")]
+    paths = [folder / f"{name}.{ending}" for ending in ("png", "json")]
     to_png(timeline, paths[0], formula)
-    to_html(timeline, paths[1], formula)
-    to_perfetto(timeline, paths[2])
+    to_perfetto(timeline, paths[1])
     return paths
 
 
@@ -236,10 +206,3 @@ def _length(timeline: Timeline) -> float:
     """Returns the step's length in units of a short computation, to size a plot so that microbatch numbers fit."""
     durations = sorted(span.duration for spans in timeline.spans for span in spans if span.kind in COMPUTE)
     return timeline.duration / max(durations[len(durations) // 4], 1e-9)
-
-
-def _ticks(duration: float, most: int) -> list[float]:
-    """Returns round tick values from 0 on, with at most `most` intervals."""
-    steps = (factor * 10.0**power for power in itertools.count(-9) for factor in (1, 2, 5))
-    step = next(step for step in steps if duration / step <= most)
-    return [index * step for index in range(int(duration / step) + 1)]

@@ -69,7 +69,7 @@ def draw_timeline(
     Args:
         model (`str`): a model type, a local folder or a hub name; its config is read, never its weights.
         config (`MegatronConfig`): the layout; one data parallel rank.
-        output (`str` or `Path`): the directory of `timeline-step{N}.png`, `.html` and `.json`.
+        output (`str` or `Path`): the directory of `timeline-step{N}.png` and `.json`.
         layers (`int`, defaults to 8): number of layers of the small model.
         hidden (`int`, *optional*): hidden size of the small model; by default that size of the tiny config.
         batch_size, sequence_length (`int`): size of the batch, which is split into microbatches.

@@ -25,7 +25,7 @@ def timeline(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp("timeline")
     lines: list[str] = []
     result = draw_timeline("llama", config, folder, layers=4, batch_size=4, sequence_length=16, echo=lines.append)
-    assert {path.name for path in folder.iterdir()} == {f"timeline-step2.{end}" for end in ("png", "html", "json")}
+    assert {path.name for path in folder.iterdir()} == {f"timeline-step2.{end}" for end in ("png", "json")}
     assert lines[-1].startswith("bubble: measured ") and "formula" in lines[-1]
     return result
 

@@ -4,16 +4,23 @@ import json
 import re
 import sys
 import time
-import xml.etree.ElementTree as ElementTree
 from types import SimpleNamespace
 
 import pytest
+from matplotlib.figure import Figure
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
 from hf_megatron import ConfigError
 from hf_megatron.core.fork_harness import run_ranks
 from hf_megatron.core.spans import Span, SpanRecorder, Timeline, align, bubble_share, clock_offset
-from hf_megatron.diagnostics.timeline import gather_timeline, to_html, to_perfetto, to_png, write_pictures
+from hf_megatron.diagnostics.timeline import (
+    draw_bars,
+    gather_timeline,
+    list_legend,
+    to_perfetto,
+    to_png,
+    write_pictures,
+)
 from hf_megatron.testing.pipeline_timeline import draw_timeline, small_config
 
 FORWARD, BACKWARD, START = 0.010, 0.020, 1_700_000_000.0
@@ -126,42 +133,32 @@ def test_perfetto(tmp_path):
     assert names == ["rank 0", "rank 1", "rank 2", "rank 3"]
 
 
-def test_html_has_one_rectangle_per_span_and_needs_no_network(tmp_path):
-    timeline = simulate(4, 8)
-    to_html(timeline, tmp_path / "picture.html", 3 / 11)
-    text = (tmp_path / "picture.html").read_text()
-    svg = ElementTree.fromstring(re.search(r"<svg.*</svg>", text, re.DOTALL)[0])
-    assert len(svg.findall("{*}rect")) == sum(map(len, timeline.spans))
-    assert all(rect.find("{*}title").text for rect in svg.findall("{*}rect"))
-    assert text.count("27.3%") == 2 * 3, "measured and formula, in the title, the heading and the line below"
-    assert set(re.findall(r"https?://[^\"]+", text)) == {"http://www.w3.org/2000/svg"}
-
-
-def test_later_chunks_are_darker(tmp_path):
+def test_later_chunks_are_darker():
+    """In an interleaved schedule a rank computes several chunks."""
     spans = [[Span("F", stage, 0, stage, stage + 1)] for stage in range(2)]
     spans = [[*row, Span("F", row[0].stage + 2, 0, 4, 5)] for row in spans]
-    to_html(Timeline(spans, "interleaved_1f1b", 2, 4, 1), tmp_path / "picture.html", 0.5)
-    text = (tmp_path / "picture.html").read_text()
-    fills = re.findall(r'<rect [^>]*fill="#(\w+)"', text)
-    brightness = [sum(bytes.fromhex(fill)) for fill in fills]
-    assert brightness[0] == brightness[2] > brightness[1] == brightness[3]
-    assert "forward, chunk 1" in text
+    timeline = Timeline(spans, "interleaved_1f1b", 2, 4, 1)
+    axes = Figure().add_subplot()
+    draw_bars(axes, timeline, 14.0)
+    first, second, third, fourth = (sum(bars.get_facecolor()[0][:3]) for bars in axes.collections)
+    assert first == third > second == fourth
+    assert [name for name, _ in list_legend(timeline)] == ["forward, chunk 0", "forward, chunk 1"]
 
 
 def test_write_pictures_writes_all_files(tmp_path):
     paths = write_pictures(simulate(2, 4), tmp_path / "new" / "folder", "timeline-step2", 0.2)
-    assert [path.name for path in paths] == ["timeline-step2.png", "timeline-step2.html", "timeline-step2.json"]
+    assert [path.name for path in paths] == ["timeline-step2.png", "timeline-step2.json"]
     assert sorted((tmp_path / "new" / "folder").iterdir()) == sorted(paths)
     assert paths[0].read_bytes().startswith(b"\x89PNG") and paths[0].stat().st_size > 5000
 
 
 def test_failed_write_keeps_the_old_file(tmp_path, monkeypatch):
-    file = tmp_path / "picture.html"
+    file = tmp_path / "picture.json"
     file.write_text("old")
     monkeypatch.setattr("os.replace", lambda *_: (_ for _ in ()).throw(OSError("disk full")))
     with pytest.raises(OSError, match="disk full"):
-        to_html(simulate(2, 4), file, 0.2)
-    assert [path.name for path in tmp_path.iterdir()] == ["picture.html"] and file.read_text() == "old"
+        to_perfetto(simulate(2, 4), file)
+    assert [path.name for path in tmp_path.iterdir()] == ["picture.json"] and file.read_text() == "old"
 
 
 def test_missing_matplotlib_is_named(tmp_path, monkeypatch):
@@ -212,7 +209,7 @@ def test_callback_records_its_steps_and_rank_0_writes(tmp_path):
         return is_recording, pipeline.recorder
 
     assert run_ranks(on_rank, 2) == [([False, True, True, False], None)] * 2
-    expected = {f"timeline-step{step}.{ending}" for step in (1, 2) for ending in ("png", "html", "json")}
+    expected = {f"timeline-step{step}.{ending}" for step in (1, 2) for ending in ("png", "json")}
     assert {path.name for path in tmp_path.iterdir()} == expected
     events = json.loads((tmp_path / "timeline-step2.json").read_text())["traceEvents"]
     assert [event["cat"] for event in events if event["ph"] == "X"] == ["F", "optimizer"] * 2

@@ -19,7 +19,7 @@ from .base import ToolCallback
 
 
 class TimelineCallback(ToolCallback):
-    """Writes `timeline-step{N}.png`, `.html` and `.json` for selected steps, on rank 0 of the job.
+    """Writes `timeline-step{N}.png` and `.json` for selected steps, on rank 0 of the job.
 
     On GPUs a recorded step synchronizes the device before and after every operation, and is slower than others.
 
