@@ -136,7 +136,7 @@ def list_library_frames() -> list[str]:
     frames, frame = [], sys._getframe(1)
     while frame is not None:
         name = frame.f_globals.get("__name__", "")
-        if name.startswith(PACKAGE) and not name.startswith(f"{PACKAGE}.verify"):
+        if name.startswith(PACKAGE) and not name.startswith(f"{PACKAGE}.testing"):
             frames.append(f"{name.removeprefix(PACKAGE + '.')}:{frame.f_code.co_name}")
         frame = frame.f_back
     return frames[::-1]

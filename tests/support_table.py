@@ -79,18 +79,18 @@ def render_support_table(rows: Iterable[Mapping[str, Any]] | None = None) -> str
         "\n".join(lines)
         + "\n"
         + (
-            "\nTensor parallelism splits less than half of the parameters in the layers of a default model of: "
+            "\nTensor parallelism splits less than half of the layers' parameters (default config; share in brackets): "
             f"{shares}.\n"
             if shares
             else ""
         )
         + (
-            "\nContext parallelism computes blocks that mix tokens by themselves whole on each rank; their share of "
-            f"the layers' parameters: {blocks}.\n"
+            "\nWith context parallelism, every rank computes blocks with their own token mixing on the full sequence. "
+            f"Their share of the layers' parameters: {blocks}.\n"
             if blocks
             else ""
         )
-        + (f"\nRefused, and why:\n\n{refused}" if refused else "")
+        + (f"\nNot supported, with the recorded reason:\n\n{refused}" if refused else "")
     )
 
 

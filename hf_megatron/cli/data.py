@@ -28,7 +28,7 @@ def show_size(prefix: _Prefix, multimodal: _Multimodal = False) -> None:
 
 
 @app.command("verify", epilog="Example: hf-megatron data verify corpus_text_document --vocab-size 32000")
-def verify(
+def verify_dataset(
     prefix: _Prefix,
     vocab_size: Annotated[int | None, typer.Option(min=1, help="Reject tokens of this value or higher.")] = None,
     multimodal: _Multimodal = False,
@@ -42,7 +42,7 @@ def verify(
 
 
 @app.command("build", epilog="Example: hf-megatron data build corpus docs.jsonl --tokenizer gpt2 --append-eod")
-def build(
+def build_dataset(
     prefix: _Prefix,
     sources: Annotated[
         list[str], typer.Argument(help="Input: .jsonl, .parquet or .txt files (.gz too), or dataset folders.")
@@ -75,7 +75,7 @@ def build(
 
 
 @app.command("merge", epilog="Example: hf-megatron data merge both part1 part2")
-def merge(
+def merge_datasets(
     target: Annotated[str, typer.Argument(help="Output path without .bin and .idx.")],
     sources: Annotated[list[str], typer.Argument(help="Paths of the datasets, without .bin and .idx.")],
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing dataset.")] = False,

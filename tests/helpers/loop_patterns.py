@@ -70,7 +70,7 @@ def render_table() -> str:
                 reasons[f"{name}: {reason.partition('. ')[0]}"].append(HEADINGS.get(layout, layout))
         lines.append(f"| {loop_pattern.description} | {' | '.join(cells)} |")
     refused = [f"- {', '.join(where)}: {reason}" for reason, where in reasons.items()]
-    return "\n".join(lines) + "\n" + ("\nRefused:\n\n" + "\n".join(refused) + "\n" if refused else "")
+    return "\n".join(lines) + "\n" + ("\nNot supported:\n\n" + "\n".join(refused) + "\n" if refused else "")
 
 
 if __name__ == "__main__":
