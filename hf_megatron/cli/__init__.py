@@ -35,7 +35,7 @@ COMMANDS = (
     (CHECKING, "new-family", check.new_family, "opt > hf_megatron/models/families/opt.py"),
     (CHECKPOINTS, "convert", conversion.convert, "meta-llama/Llama-3.1-8B llama-core --to megatron_core --layout tp8"),
     (CHECKPOINTS, "compare", conversion.compare, "meta-llama/Llama-3.1-8B llama-core"),
-    (CHECKPOINTS, "merge", conversion.merge, "outputs/checkpoint-500 merged"),
+    (CHECKPOINTS, "merge", conversion.merge_checkpoint, "outputs/checkpoint-500 merged"),
     (CHECKPOINTS, "convert-adapter", conversion.convert_adapter, "lora bridge-lora --to bridge --base model"),
     (HUB, "push", hub.push, "outputs/checkpoint-500 me/run"),
     (HUB, "pull", hub.pull, "me/run checkpoint --layout tp2+pp2 --ranks 0-1"),

@@ -129,7 +129,7 @@ def convert_adapter(
     typer.echo(target)
 
 
-def merge(
+def merge_checkpoint(
     checkpoint: Annotated[Path, typer.Argument(help="Sharded checkpoint of Trainer or Accelerator.save_state.")],
     target: Target,
     max_shard_size: MaxShardSize = "5GB",

@@ -75,7 +75,7 @@ def build_dataset(
 
 
 @app.command("merge", epilog="Example: hf-megatron data merge both part1 part2")
-def merge_datasets(
+def merge_dataset_files(
     target: Annotated[str, typer.Argument(help="Output path without .bin and .idx.")],
     sources: Annotated[list[str], typer.Argument(help="Paths of the datasets, without .bin and .idx.")],
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing dataset.")] = False,

@@ -32,7 +32,7 @@ SHARED_NAMES = {
     "compare": "the command calls the function",
     "convert": "the command calls the function",
     "convert_adapter": "the command calls the function",
-    "plan": "the command prints the function's",
+    "dry_run": "the command calls the function",
 }
 
 
