@@ -37,7 +37,7 @@ and how far off the seconds are: they are **not measured on a GPU with this libr
   pp_size=2)` makes of 64 devices: the remaining factor is data parallel. `--yaml layout.yaml` writes it.
 - GiB is the fullest device's memory, of which 72 may be planned for. `rows` is the number of samples in a microbatch.
 - Layouts within 5 % of the first are listed next to it: try them all.
-- Short of memory: `--lora 16`, `--quantized nf4`, `--offload-optimizer` ([all options](planner.md#what-may-be-asked)).
+- Short of memory: `--lora 16`, `--quantized nf4`, `--offload-optimizer` ([all options](planner.md#plan-options)).
 """
 TABLE = (
     "| devices | layout | schedule | recompute | rows | GiB | tokens/s/device | with |",
