@@ -28,16 +28,43 @@ _GIB = 2**30
 
 HEAD = f"""# Which layout do I need
 
-What `hf-megatron plan` answers for models trained in full, in bf16 with AdamW, on H100s of 80 GiB, in sequences
-of {LENGTH} tokens; written by `python benchmarks/which_layout.py`. Find the model that is nearest to yours, or plan
-your own: it takes seconds and only reads a config. [Planning](planner.md) describes how memory and time are predicted,
-and how far off the seconds are: they are **not measured on a GPU with this library**, take them for a ranking.
+**When:** you train a model with all its weights and want a first layout for 8, 64 or 512 GPUs.
 
-- A layout such as `tp4+sp+pp2+dp8+zero1` is what `megatron_config=MegatronConfig(tp_size=4, sequence_parallel=True,
-  pp_size=2)` makes of 64 devices: the remaining factor is data parallel. `--yaml layout.yaml` writes it.
-- GiB is the fullest device's memory, of which 72 may be planned for. `rows` is the number of samples in a microbatch.
-- Layouts within 5 % of the first are listed next to it: try them all.
-- Short of memory: `--lora 16`, `--quantized nf4`, `--offload-optimizer` ([all options](planner.md#what-may-be-asked)).
+**How:** find the model below that is nearest to yours, and pass the first layout in the row for your number of GPUs.
+For example, `tp4+sp+pp2+dp8+zero1` on 64 GPUs, which the tests do not run because it needs 64 ranks:
+
+```python no-run
+from hf_megatron import MegatronConfig
+from transformers import AutoModelForCausalLM
+
+config = MegatronConfig(tp_size=4, sequence_parallel=True, pp_size=2)
+model = AutoModelForCausalLM.from_pretrained(path, megatron_config=config)
+```
+
+The command above each table also plans your own model: it takes seconds and reads only a config. `--yaml layout.yaml`
+writes the layout with its schedule and number of microbatches, for `megatron_config="layout.yaml"`.
+
+**Limits:** the tables assume bf16, AdamW, H100s of 80 GiB and sequences of {LENGTH:,} tokens. Use tokens per second
+to rank layouts, not as absolute values ([accuracy](planner.md#accuracy)). See [tested hardware](gpu.md).
+
+## Read the tables
+
+`python benchmarks/which_layout.py` writes this page with `hf-megatron plan` ([method](planner.md)).
+
+| entry | meaning |
+|---|---|
+| `tp4`, `cp2`, `pp2`, `ep2` | `tp_size=4`, `cp_size=2`, `pp_size=2`, `ep_size=2`; sizes of 1 can be omitted |
+| `sp` | `sequence_parallel=True` |
+| `dp8` | not set: the remaining factor of the number of GPUs |
+| `zero1`, `zero3` | `zero_stage=1`, the default; `zero_stage=3` |
+| several layouts in a row | within 5 % of the first one: try all; the other columns describe the first |
+| `zbv`, `interleaved_1f1b x 6` | `pipeline_schedule="zbv"`; `pipeline_schedule="interleaved_1f1b", virtual_stages=6` |
+| `full` | `recompute="full"` |
+| `rows` | samples in a microbatch |
+| `GiB` | memory of the fullest GPU, of at most 72 GiB to plan for |
+| `with` | options of the command that produced the row |
+
+If nothing fits, try `--lora 16`, `--quantized nf4` or `--offload-optimizer` ([all options](planner.md#plan-options)).
 """
 TABLE = (
     "| devices | layout | schedule | recompute | rows | GiB | tokens/s/device | with |",
@@ -87,9 +114,9 @@ def page(models: dict[str, PreTrainedConfig]) -> Iterator[str]:
         began = time.perf_counter()
         rows = [format_row(answer(config, devices)) for devices in SIZES]
         print(f"{name}: {time.perf_counter() - began:.0f} s", flush=True)
-        options = f"--num-gpus 64 --gpu {DEVICE} --seq-length {LENGTH} --global-batch-size {SIZES[64]}"
-        command = f"    hf-megatron plan {name} {options}"
-        yield "\n".join([f"## {name}\n", command, "", *TABLE, *rows, ""])
+        sizes = f"--seq-length {LENGTH} --global-batch-size {SIZES[64]}"
+        command = f"hf-megatron plan {name} --num-gpus 64 --gpu {DEVICE} \\\n    {sizes}"
+        yield "\n".join([f"## {name}\n", "```bash", command, "```", "", *TABLE, *rows, ""])
 
 
 def main() -> None:
