@@ -220,13 +220,13 @@ def summary(errors: list[float]) -> str:
 
 def table(entries: list[dict]) -> str:
     """Returns the recorded rows as a Markdown table."""
-    lines = ["| source | run | precision | published | error | left out |", "|---|---|---|---|---|---|"]
+    lines = ["| run | published | error | left out |", "|---|---|---|---|"]
     for entry in entries:
         mark = " !" if abs(entry["error"]) > FAILS else ""
         other = entry["left_out"]
         left_out_error = "never fitted" if other is None else f"{other:+.1%}" + (" !" if abs(other) > FAILS else "")
         lines.append(
-            f"| {entry['source']} | {entry['name']} | {entry['precision']} | {entry['published']:g} "
+            f"| {entry['source']}: {entry['name']}, {entry['precision']} | {entry['published']:g} "
             f"| {entry['error']:+.1%}{mark} | {left_out_error} |"
         )
     return "\n".join(lines)

@@ -57,18 +57,17 @@ to rank layouts, not as absolute values ([accuracy](planner.md#accuracy)). See [
 | `sp` | `sequence_parallel=True` |
 | `dp8` | not set: the remaining factor of the number of GPUs |
 | `zero1`, `zero3` | `zero_stage=1`, the default; `zero_stage=3` |
-| several layouts in a row | within 5 % of the first one: try all; the other columns describe the first |
+| several layouts in a row | within 5 % of the first one: try all; the rest of the row describes the first |
 | `zbv`, `interleaved_1f1b x 6` | `pipeline_schedule="zbv"`; `pipeline_schedule="interleaved_1f1b", virtual_stages=6` |
-| `full` | `recompute="full"` |
-| `rows` | samples in a microbatch |
+| `recompute full` | `recompute="full"` |
 | `GiB` | memory of the fullest GPU, of at most 72 GiB to plan for |
-| `with` | options of the command that produced the row |
+| GPUs | the rows for 8, 64 and 512 GPUs have `--global-batch-size` 64, 256 and 1024 |
 
 If nothing fits, try `--lora 16`, `--quantized nf4` or `--offload-optimizer` ([all options](planner.md#plan-options)).
 """
 TABLE = (
-    "| devices | layout | schedule | recompute | rows | GiB | tokens/s/device | with |",
-    "|---|---|---|---|---|---|---|---|",
+    "| GPUs | layout: schedule, recompute, samples in a microbatch | GiB | tokens/s/GPU |",
+    "|---|---|---|---|",
 )
 
 
@@ -87,20 +86,20 @@ def format_row(found: SearchResult) -> str:
     """Returns a search result as a row of the table."""
     devices = found.job.devices
     if not found.best:
-        cells = ["nothing fits", "", "", "", "", ""]
+        cells = ["nothing fits", "", ""]
         if found.nearest is not None:
             missing = (found.nearest.peak - found.job.memory) / _GIB
             cells[0] += f"; `{_name(found.nearest)}` misses {missing:.0f} GiB"
     else:
         first, *others = found.best
         near = [f" or `{_name(one)}`" for one in others if one.seconds <= (1 + NOISE) * first.seconds]
-        schedule = first.layout.pipeline_schedule if first.layout.pp_size > 1 else ""
-        schedule += f" x {first.layout.virtual_stages}" if first.layout.virtual_stages else ""
+        settings = [f"recompute {first.layout.recompute or 'none'}", f"{first.rows} sample{'s' * (first.rows > 1)}"]
+        if first.layout.pp_size > 1:
+            chunks = f" x {first.layout.virtual_stages}" if first.layout.virtual_stages else ""
+            settings.insert(0, first.layout.pipeline_schedule + chunks)
         rate = found.job.tokens / first.seconds / devices
-        cells = [f"`{_name(first)}`" + "".join(near), schedule, first.layout.recompute or "none", f"{first.rows}"]
-        cells += [f"{first.peak / _GIB:.0f}", f"{rate:.0f}"]
-    command = f"`--num-gpus {devices} --global-batch-size {found.job.global_batch}`"
-    return f"| {' | '.join([str(devices), *cells, command])} |"
+        cells = [f"`{_name(first)}`{''.join(near)}: {', '.join(settings)}", f"{first.peak / _GIB:.0f}", f"{rate:.0f}"]
+    return f"| {' | '.join([str(devices), *cells])} |"
 
 
 def _name(one: Estimate) -> str:

@@ -38,10 +38,11 @@ def patches() -> str:
         replacements.setdefault(patch.replacement, []).append(patch)
     rows = []
     for group in replacements.values():
+        timing = dict.fromkeys("import" if patch.is_entry_point else "first model" for patch in group)
+        access = dict.fromkeys("private" if patch.is_private else "public" for patch in group)
         columns = (
             [shorten_targets([patch.target for patch in group])],
-            dict.fromkeys("private" if patch.is_private else "public" for patch in group),
-            dict.fromkeys("import" if patch.is_entry_point else "first model" for patch in group),
+            [f"{' and '.join(access)}; {' and '.join(timing)}"],
             dict.fromkeys(patch.stock for patch in group),
             dict.fromkeys(patch.until for patch in group),
         )
@@ -50,8 +51,8 @@ def patches() -> str:
         target = f"`{pattern.target}` in every module that defines it as `({', '.join(pattern.parameters)})`"
         if pattern.excluded:
             target += f", except in {', '.join(f'`{name}`' for name in pattern.excluded)}"
-        rows.append(f"| {target} | public | first model | {pattern.stock} | {pattern.until} |")
-    head = ["| replaced | upstream API | applied at | stock | needed until |", "|---|---|---|---|---|"]
+        rows.append(f"| {target} | public; first model | {pattern.stock} | {pattern.until} |")
+    head = ["| replaced | API; applied at | stock | needed until |", "|---|---|---|---|"]
     return "\n".join([*head, *rows]) + "\n"
 
 
@@ -93,7 +94,7 @@ def gpu_status() -> str:
 
 PARTS: dict[str, dict[str, Callable[[], str]]] = {
     "docs/patches.md": {"patches": patches, "instance patches": render_instance_patches},
-    "docs/surface.md": {"habits": render_table},
+    "docs/surface.md": {"loop patterns": render_table},
     "docs/versions.md": {"versions": versions},
 }
 

@@ -149,19 +149,16 @@ def render_table() -> str:
     """Renders the combinations and their counts as Markdown, then the failed tests."""
     rows = load_rows()
     names = ("python", *NEWEST)
-    lines = [
-        f"| combination | {' | '.join(names)} | run | passed | skipped | failed |",
-        "|---" * (len(names) + 5) + "|",
-    ]
+    lines = ["| combination | versions | passed | failed |", "|---|---|---|---|"]
     for name in COMBINATIONS:
         if (row := rows.get(name)) is None:
             continue
         ran = row["passed"] + row["skipped"] + len(row["failed"])
-        extent = "all" if ran == row["first tier"] else f"{ran} of {row['first tier']}"
+        extent = "" if ran == row["first tier"] else f", {ran} of {row['first tier']} run"
         # Older rows lack the libraries that were added later.
-        cells = [row["versions"].get(library, "-") for library in names]
-        cells += [extent, str(row["passed"]), str(row["skipped"]), str(len(row["failed"]))]
-        lines.append(f"| {name} | {' | '.join(cells)} |")
+        versions = [f"{library} {row['versions'][library]}" for library in names if library in row["versions"]]
+        passed = f"{row['passed']} ({row['skipped']} skipped{extent})"
+        lines.append(f"| {name} | {', '.join(versions)} | {passed} | {len(row['failed'])} |")
     missing = [f"`{name}`" for name in COMBINATIONS if name not in rows]
     if missing:
         lines += ["", f"Not run: {', '.join(missing)}."]

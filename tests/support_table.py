@@ -117,7 +117,7 @@ def render_support_summary(rows: Iterable[Mapping[str, Any]] | None = None) -> s
     passed = Counter(_layout_key(row) for row in default_rows if row["passed"])
     counts = ", ".join(f"{passed[column]} on {heading.replace(' ', '')}" for heading, column in COLUMNS.items())
     return (
-        "Loss, every gradient and the weights after two optimizer steps were compared with one process for "
+        "Loss, every gradient and the weights after two optimizer steps were compared with a single process for "
         f"{len(classes)} model classes: {counts} are equal, [all others raise](docs/supported_models.md).\n"
     )
 

@@ -46,7 +46,6 @@ def _split_commands(block: str) -> list[str]:
 
 
 def _find_commands(text: str) -> list[str]:
-    blocks = [*_find_shell_blocks(text), *re.findall(r"(?:^ {4}\S.*\n)+", text, re.MULTILINE)]
     spans = re.findall(r"(?<!`)`([^`\n]+)`(?!`)", re.sub(r"```.*?```", "", text, flags=re.DOTALL))
-    commands = [line.strip() for block in blocks for line in _split_commands(block)] + spans
+    commands = [line.strip() for block in _find_shell_blocks(text) for line in _split_commands(block)] + spans
     return [command for command in commands if command.startswith(_STARTS)]

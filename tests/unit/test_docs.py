@@ -1,4 +1,4 @@
-"""Tests that files in backticks and dotted library names in the documentation exist."""
+"""Tests of the documentation's form: cited files and names exist, code is fenced, tables are narrow."""
 
 import importlib
 import re
@@ -55,3 +55,33 @@ def test_dotted_library_names_resolve(page):
     text = (ROOT / page).read_text(encoding="utf-8")
     dotted_names = set(re.findall(r"`(hf_megatron(?:\.[A-Za-z_][A-Za-z_0-9]*)+)", text))
     assert not {name for name in dotted_names if not _resolves(name)}
+
+
+# Languages of code blocks; Python and Bash blocks run in tests unless they are marked.
+FENCES = {"python", "python no-run", "bash", "bash no-run", "diff", "json", "text", "yaml"}
+# One column per layout.
+WIDE_TABLES = {"docs/supported_models.md"}
+MAX_COLUMNS = 4
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_code_is_fenced_with_its_language(page):
+    """Indented code and other fences would escape the tests that run code blocks."""
+    fenced = False
+    previous = ""
+    for number, line in enumerate((ROOT / page).read_text(encoding="utf-8").splitlines(), 1):
+        if fence := re.match(r"\s*```(.*)", line):
+            assert fenced or fence[1] in FENCES, f"{page}:{number}"
+            fenced = not fenced
+        # Deeper lines of a list are no code.
+        is_code = re.match(r"    (?! *([-*]|\d+\.) )\S", line) and not previous.strip()
+        assert fenced or not is_code, f"{page}:{number}: indented code"
+        previous = line
+    assert not fenced
+
+
+@pytest.mark.parametrize("page", sorted(set(PAGES) - WIDE_TABLES))
+def test_tables_are_narrow(page):
+    for number, line in enumerate((ROOT / page).read_text(encoding="utf-8").splitlines(), 1):
+        if re.fullmatch(r"\|[\s:|-]+\|", line):
+            assert line.count("|") - 1 <= MAX_COLUMNS, f"{page}:{number}"
