@@ -77,6 +77,7 @@ OTHER_TESTS = {
     r"hf-megatron check .* --device cuda": "tests/integration/cli/test_cli.py",
     r"(PYTORCH_\w+=1 )?python -m pytest tests/integration/test_gpu.py.*": "tests/integration/test_gpu.py",
     r"python -m tests.helpers.trajectories": "tests/helpers/trajectories.py",
+    r"pip install -e \.": ".ci/run",
     r"pip install .*(hf_megatron\[(plots|quantized)\]|megatron-core).*": "tests/integration/test_packaging.py",
 }
 
