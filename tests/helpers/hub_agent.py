@@ -57,6 +57,15 @@ def push_adapter(source, layout, repo, **kwargs):
     return _commit_info(_load_with_adapter(source, layout).push_to_hub(repo, **kwargs))
 
 
+def seeded_adapter_hashes(source):
+    """Returns the weight hashes of the adapter that `_load_with_adapter` draws, drawn by plain PEFT."""
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(0)
+    model = get_peft_model(AutoModelForCausalLM.from_pretrained(source), LoraConfig(r=4, target_modules="all-linear"))
+    return {name: hash_tensor(tensor) for name, tensor in sorted(model.state_dict().items()) if "lora" in name}
+
+
 def plain_adapter_hashes(repo, source):
     """Returns the weight hashes of an adapter that plain PEFT loads from the Hub."""
     from peft import PeftModel
@@ -159,6 +168,7 @@ def commands():
             push_model,
             push_adapter,
             plain_adapter_hashes,
+            seeded_adapter_hashes,
             save_and_push,
             push,
             push_shards,

@@ -477,7 +477,7 @@ def make_shard(entry):
 
 BAD_SHARDS = {
     "empty": b"\0" * 40_000,
-    "short": b"abc" + b"\0" * 0,
+    "short": b"abc",
     "giant header": (1 << 60).to_bytes(8, "little") + b"{" * 40_000,
     "header beyond the file": (40_001).to_bytes(8, "little") + b"{" * 40_000,
     "deep header": (40_000).to_bytes(8, "little") + b"[" * 40_000,
@@ -493,9 +493,6 @@ BAD_SHARDS = {
 
 @pytest.mark.parametrize("content", BAD_SHARDS.values(), ids=BAD_SHARDS)
 def test_fault_24_malicious_shard(parent, content):
-    if len(content) < 40:
-        content = content.ljust(7, b"\0")
-        edit_manifest(parent / "step-1", lambda manifest: manifest["tensors"].clear())
     replace_shard(parent / "step-1", content)
     with pytest.raises(CheckpointError, match=r"shard-00000|no tensor"):
         checkpoint = Checkpoint(parent / "step-1")

@@ -53,7 +53,7 @@ def compare_gradients(path, text, part, reentrant):
             loss.backward()
         gradients = [local_tensor(p.grad).clone() for p in model.parameters() if p.grad is not None]
         runs.append([*(loss.detach() for loss in losses), torch.rand(1), *gradients])
-    return all(map(torch.equal, *runs))
+    return all(torch.equal(one, other) for one, other in zip(*runs, strict=True))
 
 
 @pytest.mark.parametrize("reentrant", [False, True])

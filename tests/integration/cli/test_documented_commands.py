@@ -59,7 +59,7 @@ OTHER_TESTS = {
     r"(torchrun|python) .*examples/pretrain\.py.*": _LAUNCH,
     r"accelerate launch( --cpu --num_processes 2)?": _LAUNCH,
     # Command of the page with ten models.
-    r"hf-megatron plan \S+ --num-gpus 64 --gpu h100 --seq-length 8192 --global-batch-size 256": "tests/integration/test_benchmarks.py",
+    r"hf-megatron plan \S+ --num-gpus 64 --gpu h100 --seq-length 8192 .*": "tests/integration/test_benchmarks.py",
     r"hf-megatron dry-run meta-llama.*": "tests/integration/planner/test_rank_predictions.py",
     r"hf-megatron convert (llava-hf|llava-core).*": "tests/integration/conversion/test_multimodal.py",
     r"hf-megatron convert-adapter .*": "tests/integration/conversion/adapters/test_convert.py",

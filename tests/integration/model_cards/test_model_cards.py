@@ -99,7 +99,7 @@ def return_path_metric(prediction):
     return {"/data/tales/accuracy": 0.5}
 
 
-def make_trainer(path, output, config, trainer_class=Trainer, metrics=accuracy, **arguments):
+def make_trainer(path, output, config, metrics=accuracy, **arguments):
     model = AutoModelForCausalLM.from_pretrained(path, megatron_config=config)
     defaults = {
         "per_device_train_batch_size": 2,

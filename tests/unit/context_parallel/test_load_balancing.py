@@ -149,8 +149,8 @@ def test_blocks_match_dense_mask(name, length, ranks):
 def test_only_edge_tiles_have_masks():
     length = 8 * TILE
     order = SequenceOrder.zigzag(length, 2)
-    [causal_blocks] = [list(SequenceMask.causal(length).blocks(order.parts[0], order.parts[1]))]
-    assert all(block.mask is None for block in causal_blocks)
+    causal_blocks = list(SequenceMask.causal(length).blocks(order.parts[0], order.parts[1]))
+    assert causal_blocks and all(block.mask is None for block in causal_blocks)
     windowed = SequenceMask.causal(length).window(2 * TILE + 100)
     blocks = [
         b for rank in range(2) for other in range(2) for b in windowed.blocks(order.parts[rank], order.parts[other])

@@ -97,7 +97,7 @@ def pack_deltas(parts):
     return torch.cat(rows, -2)
 
 
-def measure_errors(base, adapter, tmp_path, sabotage=None):
+def measure_errors(base, adapter, tmp_path):
     """Returns the largest error of base weights plus deltas against the merged model, both in Megatron's format."""
     PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), adapter).merge_and_unload().save_pretrained(
         tmp_path / "merged"

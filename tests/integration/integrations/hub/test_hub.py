@@ -143,7 +143,7 @@ def test_adapter_push_is_one_commit_readable_by_peft(hub, agent, stories, layout
     card = files["README.md"].decode()
     assert f"base_model: {stories}" in card and "library_name: peft" in card and "tiny" in card
     hashes = agent("plain_adapter_hashes", repo, stories)
-    assert hashes == agent("plain_adapter_hashes", repo, stories) and len(hashes) > 8
+    assert hashes == agent("seeded_adapter_hashes", stories) and len(hashes) > 8
 
 
 def test_trainer_pushes_an_adapter(hub, agent, stories, tmp_path):
@@ -183,7 +183,7 @@ def test_save_pretrained_pushes_to_branches_and_pull_requests(hub, agent, storie
 @pytest.mark.parametrize("uploaders", ["first", "nodes", "all"])
 def test_sharded_push_uploads_each_file_once(hub, agent, stories, tmp_path, uploaders):
     folder, repo = tmp_path / "checkpoint-2", f"tester/shards-{uploaders}"
-    weights = agent("save_shards", stories, TP2_DP2, folder, ranks=4)[0]
+    agent("save_shards", stories, TP2_DP2, folder, ranks=4)
     before = len(hub.puts)
     answers = agent("push_shards", folder, repo, uploaders=uploaders, ranks=4)
     assert len({answer["oid"] for answer in answers}) == 1 and hub.commit_count(repo) == 2
@@ -192,7 +192,6 @@ def test_sharded_push_uploads_each_file_once(hub, agent, stories, tmp_path, uplo
     files = hub.files(repo)
     assert files.keys() == {*Checkpoint(folder).manifest.files, MANIFEST}
     assert all(content == (folder / name).read_bytes() for name, content in files.items())
-    assert weights
     # Pushing again uploads nothing and creates no empty commit.
     agent("push_shards", folder, repo, uploaders=uploaders, ranks=4)
     assert len(hub.puts) == before + 4 and hub.commit_count(repo) == 2

@@ -385,10 +385,6 @@ def test_missing_base_weight_or_lm_head_raises(stories, tmp_path):
     run_ranks(on_rank, 2)
 
 
-def _anonymous_bytes():
-    return psutil.Process().memory_full_info().uss
-
-
 def test_loading_memory(tmp_path):
     """Loading adds at most the local shard, the largest tensor and 100 MiB, even after all parameters are written."""
     config = LlamaConfig(

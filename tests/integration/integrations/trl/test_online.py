@@ -576,9 +576,6 @@ def test_arguments_created_before_import_are_rejected(stories, tmp_path):
     run_ranks(build, 2)
 
 
-TWO_ROWS = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 1}
-
-
 @pytest.mark.parametrize(
     ("text", "given", "message"),
     [
