@@ -190,5 +190,5 @@ def reject_copy(model: nn.Module, memo: dict) -> nn.Module:
     """Raises `UnsupportedError`: a copy would share the units of FSDP2."""
     raise UnsupportedError(
         f"copy.deepcopy of a {type(model).__name__} with zero_stage=3: FSDP2 cannot copy its units. Keep "
-        "`model.state_dict()`, or load the model a second time."
+        "`copy.deepcopy(model.state_dict())`, or load the model a second time."
     )
