@@ -67,15 +67,18 @@ def is_unit(module: nn.Module) -> bool:
 
 
 def install_guards(model: nn.Module, hooks: ForwardHooks, has_run: Callable[[], bool]) -> None:
-    """Registers the checks on every module with direct parameters, after FSDP2 has installed its hooks.
+    """Registers the checks on every inner module with direct parameters, after FSDP2 has installed its hooks.
 
     Args:
         has_run (`Callable`): returns whether the model was called.
     """
     for name, module in model.named_modules():
+        # A call of the model itself unshards the model's own parameters.
+        if module is model:
+            continue
         if any(parameter is not None for parameter in module._parameters.values()):
             FullWithinForward(name).install(module, hooks)
-        if is_unit(module) and module is not model:
+        if is_unit(module):
             AfterFirstForward(name, has_run).install(module, hooks)
 
 

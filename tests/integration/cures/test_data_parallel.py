@@ -1,39 +1,23 @@
 """Tests that the cures which errors of data parallelism name let the loop continue as in a single process."""
 
-import contextlib
 import copy
-import re
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
+from accelerate import Accelerator
 from torch import nn
+from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
-from hf_megatron import ConfigError, UnsupportedError, prepare_optimizer
+from hf_megatron import ConfigError, prepare_optimizer
 from hf_megatron.core.fork_harness import run_ranks
 from hf_megatron.parallelize import parallel_state
-from tests.helpers.training import PatternRuns, make_batch, parse_layout, shard_batch
+from tests.helpers.cure_patterns import CurePatterns, expect_error, is_parallel
+from tests.helpers.training import make_batch, parse_layout, shard_batch
 
-LOOP_PATTERNS = {}
-
-
-def loop_pattern(*layouts):
-    def register(function):
-        LOOP_PATTERNS[function.__name__] = function, layouts
-        return function
-
-    return register
-
-
-@contextlib.contextmanager
-def expect_error(message, kind=UnsupportedError):
-    with pytest.raises(kind, match=re.escape(message)):
-        yield
-
-
-def is_parallel(loop):
-    return parallel_state(loop.model) is not None
+cure_pattern = CurePatterns()
 
 
 def local_batch(loop, seed=0):
@@ -52,7 +36,7 @@ def step_with_clamped_gradients(loop, seed=0):
 CHANGE_GRADIENT = "read or change `parameter.grad` between backward() and step()"
 
 
-@loop_pattern("dp2", "dp2+zero3")
+@cure_pattern("dp2", "dp2+zero3")
 def change_gradient_without_hook(loop):
     if is_parallel(loop):
         handle = loop.model.lm_head.weight.register_hook(lambda gradient: gradient.clamp(-1e-3, 1e-3))
@@ -62,7 +46,7 @@ def change_gradient_without_hook(loop):
     step_with_clamped_gradients(loop)
 
 
-@loop_pattern("dp2", "dp2+zero3")
+@cure_pattern("dp2", "dp2+zero3")
 def change_gradient_without_module_hook(loop):
     if is_parallel(loop):
         mlp = loop.model.model.layers[0].mlp
@@ -73,7 +57,7 @@ def change_gradient_without_module_hook(loop):
     step_with_clamped_gradients(loop)
 
 
-@loop_pattern("dp2", "dp2+zero3")
+@cure_pattern("dp2", "dp2+zero3")
 def change_gradient_without_activation_hook(loop):
     if is_parallel(loop):
         hidden = loop.model(**local_batch(loop), output_hidden_states=True).hidden_states[1]
@@ -82,7 +66,7 @@ def change_gradient_without_activation_hook(loop):
     step_with_clamped_gradients(loop)
 
 
-@loop_pattern("dp2", "dp2+zero3")
+@cure_pattern("dp2", "dp2+zero3")
 def read_gradients_of_backward(loop):
     if is_parallel(loop):
         with expect_error("Call loss.backward() and read `parameter.grad`."):
@@ -93,7 +77,7 @@ def read_gradients_of_backward(loop):
     loop.optimizer.zero_grad()
 
 
-@loop_pattern("dp2", "dp2+zero0", "dp2+zero2")
+@cure_pattern("dp2", "dp2+zero0", "dp2+zero2")
 def train_head_of_model(loop):
     torch.manual_seed(3)
     head = nn.Linear(32, 3)
@@ -117,7 +101,7 @@ def train_head_of_model(loop):
     del loop.model.classifier
 
 
-@loop_pattern("dp2", "dp2+zero3")
+@cure_pattern("dp2", "dp2+zero3")
 def use_frozen_head(loop):
     torch.manual_seed(3)
     head = nn.Linear(32, 3)
@@ -137,7 +121,7 @@ def use_frozen_head(loop):
     loop.optimizer.zero_grad()
 
 
-@loop_pattern("dp2", "dp2+zero3", "pp2+dp2")
+@cure_pattern("dp2", "dp2+zero3", "pp2+dp2")
 def disable_embedding_option(loop):
     embedding = loop.model.get_input_embeddings()
     if is_parallel(loop):
@@ -148,7 +132,7 @@ def disable_embedding_option(loop):
     loop.step(0)
 
 
-@loop_pattern("dp2", "dp2+zero0")
+@cure_pattern("dp2", "dp2+zero0")
 def prepare_optimizer_before_step(loop):
     optimizer = torch.optim.SGD(loop.model.parameters(), lr=0.05)
     loop.backward(0)
@@ -162,7 +146,7 @@ def prepare_optimizer_before_step(loop):
     optimizer.zero_grad()
 
 
-@loop_pattern("dp2")
+@cure_pattern("dp2")
 def train_second_model_instead_of_copy(loop):
     if is_parallel(loop):
         duplicate = copy.deepcopy(loop.model)
@@ -175,7 +159,7 @@ def train_second_model_instead_of_copy(loop):
     loop.step(1)
 
 
-@loop_pattern("dp2", "dp2+zero3", "pp2")
+@cure_pattern("dp2", "dp2+zero3", "pp2")
 def call_model_itself(loop):
     if is_parallel(loop):
         others = {name: parameter * 1.01 for name, parameter in loop.model.named_parameters()}
@@ -184,7 +168,7 @@ def call_model_itself(loop):
     loop.step(0)
 
 
-@loop_pattern("dp2", "tp2", "pp2")
+@cure_pattern("dp2", "tp2", "pp2")
 def create_optimizer_per_model(loop):
     config = None if not is_parallel(loop) else parallel_state(loop.model).config
     other = AutoModelForCausalLM.from_pretrained(loop.path, megatron_config=config).train()
@@ -201,7 +185,7 @@ class OwnSGD(torch.optim.SGD):
     """An optimizer class that the library does not know."""
 
 
-@loop_pattern("dp2", "tp2", "dp2+zero3")
+@cure_pattern("dp2", "tp2", "dp2+zero3")
 def declare_elementwise(loop):
     optimizer = OwnSGD(loop.model.parameters(), lr=0.05)
     if is_parallel(loop):
@@ -216,7 +200,7 @@ def declare_elementwise(loop):
     loop.step(1)
 
 
-@loop_pattern("pp2")
+@cure_pattern("pp2")
 def declare_elementwise_on_stages(loop):
     optimizer = OwnSGD(loop.model.parameters(), lr=0.05)
     if is_parallel(loop):
@@ -231,7 +215,7 @@ def declare_elementwise_on_stages(loop):
     loop.step(1)
 
 
-@loop_pattern("dp2+zero3")
+@cure_pattern("dp2+zero3")
 def read_output_with_hook(loop):
     """Adds a loss on the output of an MLP."""
     mlp, outputs = loop.model.model.layers[0].mlp, []
@@ -249,7 +233,7 @@ def read_output_with_hook(loop):
     loop.optimizer.zero_grad()
 
 
-@loop_pattern("dp2+zero3")
+@cure_pattern("dp2+zero3")
 def restore_state_dict(loop):
     """Restores the weights of the first step."""
     loop.step(0)
@@ -262,7 +246,7 @@ def restore_state_dict(loop):
     loop.step(2)
 
 
-@loop_pattern("dp2+zero3", "pp2")
+@cure_pattern("dp2+zero3", "pp2")
 def edit_weights_after_backward(loop):
     def edit():
         with torch.no_grad():
@@ -284,22 +268,93 @@ def edit_weights_after_backward(loop):
     loop.optimizer.zero_grad()
 
 
-RUNS = [(name, text) for name, (_, layouts) in LOOP_PATTERNS.items() for text in layouts]
-LAYOUTS = {text for _, text in RUNS}
-
-
 @pytest.fixture(scope="module")
 def runs(tiny):
-    functions = {name: function for name, (function, _) in LOOP_PATTERNS.items()}
-    excluded = {
-        text: {name for name, (_, layouts) in LOOP_PATTERNS.items() if text not in layouts} for text in LAYOUTS
-    }
-    return {
-        text: PatternRuns(tiny, {name: function for name, function in functions.items() if name not in excluded[text]})
-        for text in LAYOUTS
-    }
+    return cure_pattern.make_runs(tiny)
 
 
-@pytest.mark.parametrize(("name", "text"), RUNS)
+@pytest.mark.parametrize(("name", "text"), cure_pattern.parameters)
 def test_cures_match_single_process(runs, name, text):
     runs[text].compare(text, name)
+
+
+class PromptedLlama(LlamaForCausalLM):
+    """Llama with a trained prompt on its embeddings."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.prompt = nn.Parameter(torch.ones(config.hidden_size))
+
+    def forward(self, input_ids, labels):
+        return super().forward(inputs_embeds=self.get_input_embeddings()(input_ids) * self.prompt, labels=labels)
+
+
+def train_prompt(plain, path, text):
+    config = None if text is None else parse_layout(text)
+    if config is not None:
+        model = LlamaForCausalLM.from_pretrained(plain, megatron_config=config).train()
+        prompt, rows = torch.ones(32, requires_grad=True), shard_batch(model, make_batch(0))
+        embeds = torch.randn(*rows["input_ids"].shape, 32)
+        message = (
+            "Make them parameters of the model before from_pretrained(..., megatron_config=...), or train them with "
+            "dp_size=1 and cp_size=1."
+        )
+        with expect_error(message):
+            model(inputs_embeds=embeds * prompt, labels=rows["labels"])
+    model = PromptedLlama.from_pretrained(path, megatron_config=config).train()
+    optimizer, values = prepare_optimizer(torch.optim.SGD(model.parameters(), lr=0.1)), []
+    for seed in range(2):
+        loss = model(**shard_batch(model, make_batch(seed))).loss
+        loss.backward()
+        values += [loss.item(), float(nn.utils.clip_grad_norm_(model.parameters(), 1.0))]
+        optimizer.step()
+        optimizer.zero_grad()
+    return values
+
+
+@pytest.mark.parametrize("text", ["dp2", "dp2+zero3"])
+def test_trained_prompt_as_parameter(tiny, tmp_path, text):
+    PromptedLlama.from_pretrained(tiny).save_pretrained(tmp_path)
+    expected = pytest.approx(train_prompt(tiny, tmp_path, None), rel=1e-4)
+    assert run_ranks(train_prompt, 2, tiny, tmp_path, text) == [expected] * 2
+
+
+def make_loader(seed):
+    """Returns a DataLoader that shuffles with a seed."""
+    samples = [{name: value[row] for name, value in make_batch(0, rows=8).items()} for row in range(8)]
+    return DataLoader(samples, batch_size=4, shuffle=True, generator=torch.Generator().manual_seed(seed))
+
+
+def train_on_batches(model, optimizer, batches):
+    values = []
+    for batch in batches:
+        loss = model(**batch).loss
+        loss.backward()
+        values += [loss.item(), float(nn.utils.clip_grad_norm_(model.parameters(), 1.0))]
+        optimizer.step()
+        optimizer.zero_grad()
+    return values
+
+
+@pytest.mark.parametrize("is_prepared", [False, True])
+@pytest.mark.parametrize("text", ["tp2", "pp2"])
+def test_shuffled_batches_of_a_replica(tiny, text, is_prepared):
+    def on_rank():
+        model = LlamaForCausalLM.from_pretrained(tiny, megatron_config=parse_layout(text)).train()
+        optimizer, loader, rank = torch.optim.SGD(model.parameters(), lr=0.1), make_loader(5), dist.get_rank()
+        cure = "Pass the DataLoader through accelerator.prepare(...), or shuffle it with the same seed on all ranks."
+        with expect_error(cure, ConfigError):
+            model(**next(iter(make_loader(rank))))
+        if is_prepared:
+            model, optimizer, loader = Accelerator(cpu=True).prepare(model, optimizer, make_loader(5 + rank))
+        else:
+            optimizer = prepare_optimizer(optimizer)
+        batches = list(loader)
+        return train_on_batches(model, optimizer, batches), batches
+
+    results = run_ranks(on_rank, 2)
+    batches = results[0][1]
+    assert len({int(row[0]) * 64 + int(row[1]) for batch in batches for row in batch["input_ids"]}) == 8
+    model = LlamaForCausalLM.from_pretrained(tiny).train()
+    expected = train_on_batches(model, torch.optim.SGD(model.parameters(), lr=0.1), batches)
+    assert [values for values, _ in results] == [pytest.approx(expected, rel=1e-4)] * 2
