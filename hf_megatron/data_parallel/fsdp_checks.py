@@ -28,7 +28,7 @@ class FullWithinForward(Shared):
         self.name = name
 
     def install(self, module: nn.Module, hooks: ForwardHooks) -> None:
-        hooks.add_to(module, "zero 3", self._enter)
+        hooks.add_to(module, "zero 3 weights", self._enter)
 
     def _enter(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         if not torch.compiler.is_compiling() and any(map(is_sharded, module._parameters.values())):
@@ -51,7 +51,7 @@ class AfterFirstForward(Shared):
         self.name, self.has_run = name, has_run
 
     def install(self, unit: nn.Module, hooks: ForwardHooks) -> None:
-        hooks.add_to(unit, "zero 3", self._enter)
+        hooks.add_to(unit, "zero 3 unit", self._enter)
 
     def _enter(self, unit: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         if not torch.compiler.is_compiling() and not self.has_run():
