@@ -15,7 +15,7 @@ from hf_megatron import ConfigError, prepare_optimizer
 from hf_megatron.core.fork_harness import run_ranks
 from hf_megatron.parallelize import parallel_state
 from tests.helpers.cure_patterns import CurePatterns, expect_error, is_parallel
-from tests.helpers.training import make_batch, parse_layout, shard_batch
+from tests.helpers.training import count_ranks, make_batch, parse_layout, shard_batch
 
 cure_pattern = CurePatterns()
 
@@ -276,6 +276,31 @@ def runs(tiny):
 @pytest.mark.parametrize(("name", "text"), cure_pattern.parameters)
 def test_cures_match_single_process(runs, name, text):
     runs[text].compare(text, name)
+
+
+@pytest.mark.parametrize("text", ["dp2+zero3", "tp2+dp2+zero3"])
+def test_layer_called_after_the_model(tiny, text):
+    """The output of a second call of a layer is part of the loss."""
+
+    def measure(layout):
+        model = LlamaForCausalLM.from_pretrained(tiny, megatron_config=layout).train()
+        layer, calls = model.model.layers[1], []
+        if layout is not None:
+            with expect_error("Call the model first, or load it with zero_stage=2."), torch.no_grad():
+                layer(torch.zeros(1, 3, 32))
+        hook = layer.register_forward_pre_hook(
+            lambda module, args, kwargs: calls.append((args, kwargs)), with_kwargs=True
+        )
+        loss = model(**shard_batch(model, make_batch(0))).loss
+        hook.remove()
+        [(args, kwargs)] = calls
+        output = layer(*(value.detach() for value in args), **{**kwargs, "past_key_values": None})
+        # All ranks have equally many samples, so that the mean over ranks is the global mean.
+        (loss + output.pow(2).mean()).backward()
+        return loss.item(), float(nn.utils.clip_grad_norm_(model.parameters(), 1e9))
+
+    layout, expected = parse_layout(text), pytest.approx(measure(None), rel=1e-4)
+    assert run_ranks(measure, count_ranks(layout), layout) == [expected] * count_ranks(layout)
 
 
 class PromptedLlama(LlamaForCausalLM):

@@ -162,7 +162,9 @@ def test_biases_are_saved_and_resumed(source, tmp_path):
 def test_model_without_router_bias_is_rejected(tmp_path):
     def on_rank():
         layout = MegatronConfig(tp_size=2, router_bias_update_rate=1e-3)
-        with pytest.raises(ConfigError, match="router_bias_update_rate = 0.001: no router of LlamaForCausalLM") as error:
+        with pytest.raises(
+            ConfigError, match="router_bias_update_rate = 0.001: no router of LlamaForCausalLM"
+        ) as error:
             AutoModelForCausalLM.from_config(config, megatron_config=layout)
         assert str(error.value).endswith("Set it to 0.")
         layout = MegatronConfig(tp_size=2, router_bias_update_rate=0)

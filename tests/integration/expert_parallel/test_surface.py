@@ -567,7 +567,9 @@ def test_trainer_logs_expert_load(source, tmp_path):
 
 
 def test_expert_load_requires_expert_parallelism(source):
-    message = r"expert_load: Qwen3MoeForCausalLM has no expert-parallel layers. Load it with MegatronConfig\(ep_size=.*2 or"
+    message = (
+        r"expert_load: Qwen3MoeForCausalLM has no expert-parallel layers. Load it with MegatronConfig\(ep_size=.*2 or"
+    )
     with pytest.raises(ConfigError, match=message):
         hf_megatron.expert_load(AutoModelForCausalLM.from_pretrained(source))
 

@@ -35,7 +35,9 @@ def test_transformers_adapters_are_rejected(stories, tmp_path):
         model = AutoModelForCausalLM.from_pretrained(stories, megatron_config=TP2)
         with pytest.raises(UnsupportedError, match="adapters of transformers"):
             model.add_adapter(config)
-        message = r"Use peft.get_peft_model\(model, config\), or peft.PeftModel.from_pretrained\(model, folder\) to load an "
+        message = (
+            r"Use peft.get_peft_model\(model, config\), or peft.PeftModel.from_pretrained\(model, folder\) to load an "
+        )
         with pytest.raises(UnsupportedError, match=f"adapters of transformers.*{message}adapter."):
             model.load_adapter("folder")
         new = get_peft_model(AutoModelForCausalLM.from_pretrained(stories, megatron_config=TP2), config)

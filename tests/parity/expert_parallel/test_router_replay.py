@@ -1,8 +1,8 @@
 """Parity tests of router replay, on all layouts and for all router types."""
 
 import contextlib
-import re
 import dataclasses
+import re
 
 import pytest
 import torch

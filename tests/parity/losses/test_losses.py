@@ -418,14 +418,15 @@ def _measure_gradient_norm(model, loss):
     [
         (
             lambda logits, labels: F.cross_entropy(logits, labels, reduction="none").mean(),
-            r"reduction='none'.*Call the model without labels and compute the loss from its outputs, or use dp_size=1 and "
-            "pp_size=1.",
+            r"reduction='none'.*Call the model without labels and compute the loss from its outputs, or use dp_size=1 "
+            "and pp_size=1.",
         ),
         (
             lambda logits, labels: -logits.log_softmax(-1).gather(1, labels.clamp(min=0)[:, None]).mean(),
             "be normalized over.*Call it without labels and compute the loss from its outputs, or use dp_size=1.",
         ),
     ],
+    ids=["reduction", "own sum"],
 )
 def test_custom_loss_reduction_raises(folder, loss, message):
     def run(model, batch):

@@ -191,7 +191,9 @@ def test_batch_norm_on_microbatches_raises():
 
     def call():
         model = emu3.load(megatron_config=ConfigUnderTest(pp_size=2, num_microbatches=2)).train()
-        with pytest.raises(UnsupportedError, match=r"BatchNorm3d.*Call module.eval\(\) on every BatchNorm module after each"):
+        with pytest.raises(
+            UnsupportedError, match=r"BatchNorm3d.*Call module.eval\(\) on every BatchNorm module after each"
+        ):
             model(**emu3.batches[0])
         for name in batch_norms(model):
             model.get_submodule(name).eval()
