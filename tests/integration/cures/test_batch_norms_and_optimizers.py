@@ -1,4 +1,4 @@
-"""Tests that cures which errors about experts and batch statistics name give the results of a single process."""
+"""Tests that cures for batch norms and for optimizers of experts give the results of a single process."""
 
 import re
 
@@ -32,8 +32,8 @@ def train(model, optimizer, batch, prepare=lambda model: None):
 
 
 def test_adafactor_on_experts_needs_unsharded_parameters():
-    tiny = make_tiny_model(CONFIG_MAPPING["qwen3_moe"](), microbatches=1, batch_size=4)
-    [batch] = tiny.batches
+    tiny = make_tiny_model(CONFIG_MAPPING["qwen3_moe"](), microbatches=2, batch_size=5)
+    batch = tiny.batches[0]
 
     def on_rank(text):
         model = tiny.load(megatron_config=parse_layout(text))
@@ -52,8 +52,9 @@ def test_adafactor_on_experts_needs_unsharded_parameters():
 @pytest.mark.parametrize("text", ["dp2", "pp2"])
 def test_batch_norms_in_evaluation_mode(text, keeps):
     """Canary has a batch norm in every layer of its encoder."""
-    tiny = make_tiny_model(CONFIG_MAPPING["canary"](), task="speech", microbatches=1, batch_size=4)
-    [batch] = tiny.batches
+    # The parity tests of speech models share this tiny model.
+    tiny = make_tiny_model(CONFIG_MAPPING["canary"](), task="speech", microbatches=2)
+    batch = tiny.batches[0]
 
     def freeze_batch_norms(model):
         for module in model.modules():
@@ -82,8 +83,9 @@ def test_batch_norms_in_evaluation_mode(text, keeps):
 
 
 def test_batch_norms_without_running_statistics_need_the_full_batch():
-    tiny = make_tiny_model(CONFIG_MAPPING["canary"](), task="speech", microbatches=1, batch_size=4)
-    [batch] = tiny.batches
+    # The parity tests of speech models share this tiny model.
+    tiny = make_tiny_model(CONFIG_MAPPING["canary"](), task="speech", microbatches=2)
+    batch = tiny.batches[0]
 
     def load(layout):
         model = tiny.load(**({} if layout is None else {"megatron_config": layout})).eval()
