@@ -11,6 +11,13 @@ from ..core.forward_hooks import ForwardHooks
 from ..errors import UnsupportedError
 from ..parallel_state import ParallelState
 
+_USE_ONE_BATCH = "Load the model with dp_size=1 and num_microbatches=1."
+_USE_RUNNING_STATISTICS = (
+    "Call module.eval() on every BatchNorm module after each model.train(), or once and set `module.train = lambda "
+    "mode: module` for Trainer, which calls model.train() in every step, or load the model with dp_size=1 and "
+    "num_microbatches=1."
+)
+
 
 def batch_norms(model: nn.Module) -> list[str]:
     """Returns the names of a model's BatchNorm modules, on all pipeline stages."""
@@ -46,7 +53,6 @@ class BatchNormGuard(Shared):
             if norm.training or not norm.track_running_stats:
                 raise UnsupportedError(
                     f"{name} ({type(norm).__name__}) computes batch statistics, but data-parallel ranks and pipeline "
-                    "microbatches see only part of the batch: results would differ from a single process. After "
-                    f"model.train(), call model.get_submodule({name.rpartition('.')[0]!r}).eval(), or load the model "
-                    "with dp_size=1 and num_microbatches=1."
+                    "microbatches see only part of the batch: results would differ from a single process. "
+                    + (_USE_RUNNING_STATISTICS if norm.track_running_stats else _USE_ONE_BATCH)
                 )

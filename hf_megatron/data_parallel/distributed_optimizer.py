@@ -451,9 +451,9 @@ def prepare_optimizer(optimizer: torch.optim.Optimizer, *, elementwise: bool = F
     if not (elementwise or sees_full_params or is_elementwise(type(optimizer))):
         raise UnsupportedError(
             f"{type(optimizer).__module__}.{name} is not known to be elementwise (known: {', '.join(known())}): on "
-            "shards of parameters it may compute something else. Use zero_stage=0 with tp_size=1, where parameters "
-            "are not sharded, or hf_megatron.prepare_optimizer(optimizer, elementwise=True) if it updates each entry "
-            "from that entry only."
+            "shards of parameters it may compute something else. Use zero_stage=0 with tp_size=1 and ep_size=1, where "
+            "parameters are not sharded, or hf_megatron.prepare_optimizer(optimizer, elementwise=True) if it updates "
+            "each entry from that entry only."
         )
     half = any(p.dtype in _HALF for p in _parameters(optimizer))
     if half and engine.config.fp32_main_params and engine.config.zero_stage < 3:

@@ -28,7 +28,7 @@ class FullWithinForward(Shared):
         self.name = name
 
     def install(self, module: nn.Module, hooks: ForwardHooks) -> None:
-        hooks.add_to(module, "zero 3", self._enter)
+        hooks.add_to(module, "zero 3 weights", self._enter)
 
     def _enter(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         if not torch.compiler.is_compiling() and any(map(is_sharded, module._parameters.values())):
@@ -51,7 +51,7 @@ class AfterFirstForward(Shared):
         self.name, self.has_run = name, has_run
 
     def install(self, unit: nn.Module, hooks: ForwardHooks) -> None:
-        hooks.add_to(unit, "zero 3", self._enter)
+        hooks.add_to(unit, "zero 3 unit", self._enter)
 
     def _enter(self, unit: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         if not torch.compiler.is_compiling() and not self.has_run():
@@ -67,15 +67,18 @@ def is_unit(module: nn.Module) -> bool:
 
 
 def install_guards(model: nn.Module, hooks: ForwardHooks, has_run: Callable[[], bool]) -> None:
-    """Registers the checks on every module with direct parameters, after FSDP2 has installed its hooks.
+    """Registers the checks on every inner module with direct parameters, after FSDP2 has installed its hooks.
 
     Args:
         has_run (`Callable`): returns whether the model was called.
     """
     for name, module in model.named_modules():
+        # A call of the model itself unshards the model's own parameters.
+        if module is model:
+            continue
         if any(parameter is not None for parameter in module._parameters.values()):
             FullWithinForward(name).install(module, hooks)
-        if is_unit(module) and module is not model:
+        if is_unit(module):
             AfterFirstForward(name, has_run).install(module, hooks)
 
 
@@ -190,5 +193,5 @@ def reject_copy(model: nn.Module, memo: dict) -> nn.Module:
     """Raises `UnsupportedError`: a copy would share the units of FSDP2."""
     raise UnsupportedError(
         f"copy.deepcopy of a {type(model).__name__} with zero_stage=3: FSDP2 cannot copy its units. Keep "
-        "`model.state_dict()`, or load the model a second time."
+        "`copy.deepcopy(model.state_dict())`, or load the model a second time."
     )

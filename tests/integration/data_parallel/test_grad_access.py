@@ -228,7 +228,9 @@ def save_and_load(path, text, folder):
     torch.save(model.state_dict(), file)
     dist.barrier()
     if dist.get_rank() == 1:
-        with pytest.raises(CheckpointError, match="was written by rank 0, and rank 1 holds another one"):
+        with pytest.raises(
+            CheckpointError, match=r"by rank 0, and rank 1 holds another one.*or write one file per rank"
+        ):
             torch.load(folder / "0")
     before = model(**rows).loss
     before.backward()

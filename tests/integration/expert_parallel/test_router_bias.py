@@ -159,14 +159,29 @@ def test_biases_are_saved_and_resumed(source, tmp_path):
         assert all(torch.equal(rank_biases[name], bias) for name, bias in saved.items())
 
 
-def test_model_without_router_bias_is_rejected():
+def test_model_without_router_bias_is_rejected(tmp_path):
     def on_rank():
-        config = LlamaConfig(hidden_size=32, num_attention_heads=4, num_hidden_layers=2, vocab_size=64)
         layout = MegatronConfig(tp_size=2, router_bias_update_rate=1e-3)
-        with pytest.raises(ConfigError, match="router_bias_update_rate = 0.001: no router of LlamaForCausalLM"):
+        with pytest.raises(
+            ConfigError, match="router_bias_update_rate = 0.001: no router of LlamaForCausalLM"
+        ) as error:
             AutoModelForCausalLM.from_config(config, megatron_config=layout)
+        assert str(error.value).endswith("Set it to 0.")
+        layout = MegatronConfig(tp_size=2, router_bias_update_rate=0)
+        model = AutoModelForCausalLM.from_pretrained(tmp_path, megatron_config=layout).train()
+        return train_step(model)
 
-    run_ranks(on_rank, 2)
+    def train_step(model):
+        ids = torch.arange(1, 25).view(2, 12)
+        loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        return loss.item(), torch.nn.utils.clip_grad_norm_(model.parameters(), 1e9).item()
+
+    config = LlamaConfig(hidden_size=32, num_attention_heads=4, num_hidden_layers=2, vocab_size=64)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    expected = train_step(AutoModelForCausalLM.from_pretrained(tmp_path).train())
+    for results in run_ranks(on_rank, 2):
+        assert results == pytest.approx(expected, rel=1e-5)
 
 
 @pytest.mark.parametrize("rate", [-1.0, float("nan"), True, "fast"])

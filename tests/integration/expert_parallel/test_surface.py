@@ -567,5 +567,17 @@ def test_trainer_logs_expert_load(source, tmp_path):
 
 
 def test_expert_load_requires_expert_parallelism(source):
-    with pytest.raises(ConfigError, match="expert_load: Qwen3MoeForCausalLM has no expert-parallel layers"):
+    message = (
+        r"expert_load: Qwen3MoeForCausalLM has no expert-parallel layers. Load it with MegatronConfig\(ep_size=.*2 or"
+    )
+    with pytest.raises(ConfigError, match=message):
         hf_megatron.expert_load(AutoModelForCausalLM.from_pretrained(source))
+
+    def count_tokens():
+        model = AutoModelForCausalLM.from_pretrained(source, megatron_config=MegatronConfig(ep_size=2)).train()
+        rank = parallel_state(model).mesh.dp_rank
+        model(input_ids=torch.arange(1, 41).view(2, 20)[rank : rank + 1])
+        return hf_megatron.expert_load(model).tokens.sum(1).tolist()
+
+    # 40 tokens choose 3 experts each, in both layers.
+    assert run_ranks(count_tokens, 2) == [[120, 120]] * 2

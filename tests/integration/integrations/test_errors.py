@@ -4,9 +4,11 @@ import contextlib
 import importlib
 import inspect
 import pkgutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 import transformers
 from datasets import Dataset
 from transformers import (
@@ -14,6 +16,7 @@ from transformers import (
     CLIPConfig,
     CLIPVisionConfig,
     Trainer,
+    TrainingArguments,
     ViTConfig,
 )
 
@@ -25,18 +28,36 @@ from hf_megatron.models.verification_gate import ConfigUnderTest
 TP2 = MegatronConfig(tp_size=2)
 
 
-def test_transformers_adapters_are_rejected(stories):
-    def wrap():
-        from peft import LoraConfig
+def test_transformers_adapters_are_rejected(stories, tmp_path):
+    from peft import LoraConfig, PeftModel, get_peft_model
 
+    def wrap():
         model = AutoModelForCausalLM.from_pretrained(stories, megatron_config=TP2)
-        config = LoraConfig(target_modules=["q_proj", "down_proj"])
         with pytest.raises(UnsupportedError, match="adapters of transformers"):
             model.add_adapter(config)
-        with pytest.raises(UnsupportedError, match="adapters of transformers"):
+        message = (
+            r"Use peft.get_peft_model\(model, config\), or peft.PeftModel.from_pretrained\(model, folder\) to load an "
+        )
+        with pytest.raises(UnsupportedError, match=f"adapters of transformers.*{message}adapter."):
             model.load_adapter("folder")
+        new = get_peft_model(AutoModelForCausalLM.from_pretrained(stories, megatron_config=TP2), config)
+        assert compute_gradient_norm(new)[0] == pytest.approx(plain_loss, rel=1e-5)
+        return compute_gradient_norm(PeftModel.from_pretrained(model, tmp_path, is_trainable=True))
 
-    run_ranks(wrap, 2)
+    def compute_gradient_norm(model):
+        ids = torch.arange(3, 27).view(2, 12)
+        loss = model.train()(input_ids=ids, labels=ids).loss
+        loss.backward()
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        return loss.item(), torch.nn.utils.clip_grad_norm_(trained, 1e9).item()
+
+    config = LoraConfig(target_modules=["q_proj", "down_proj"], lora_dropout=0.0)
+    plain_loss, _ = compute_gradient_norm(AutoModelForCausalLM.from_pretrained(stories))
+    torch.manual_seed(0)
+    adapted = get_peft_model(AutoModelForCausalLM.from_pretrained(stories), replace(config, init_lora_weights=False))
+    adapted.save_pretrained(tmp_path)
+    expected = pytest.approx(compute_gradient_norm(adapted), rel=1e-4)
+    assert run_ranks(wrap, 2) == [expected] * 2
 
 
 SUPPORTED = {
@@ -84,10 +105,23 @@ def test_unsupported_trl_trainers_are_rejected(stories, tmp_path):
         with pytest.raises(UnsupportedError, match="GMPOTrainer: .* these TRL trainers: SFTTrainer, DPO"):
             args = GMPOConfig(str(tmp_path), num_generations=2, **options)
             GMPOTrainer(model, reward_funcs=len, args=args, train_dataset=rows)
-        with pytest.raises(UnsupportedError, match="TPOTrainer: .* these TRL trainers: SFTTrainer, DPO"):
+        message = "Use one of them, transformers.Trainer or an Accelerate loop."
+        with pytest.raises(UnsupportedError, match=f"TPOTrainer: .* these TRL trainers: SFTTrainer, DPO.* {message}"):
             TPOTrainer(model, args=TPOConfig(str(tmp_path), **options), train_dataset=rows)
+        return train(model)
 
-    run_ranks(build, 2)
+    def train(model):
+        ids = torch.arange(3, 51).view(4, 12).tolist()
+        rows = Dataset.from_list([{"input_ids": row, "labels": row} for row in ids])
+        arguments = TrainingArguments(
+            str(tmp_path), use_cpu=True, report_to=[], max_steps=2, logging_steps=1, per_device_train_batch_size=2
+        )
+        trainer = Trainer(model, arguments, train_dataset=rows)
+        trainer.train()
+        return [value for entry in trainer.state.log_history[:2] for value in (entry["loss"], entry["grad_norm"])]
+
+    [expected] = run_ranks(lambda: train(AutoModelForCausalLM.from_pretrained(stories)), 1)
+    assert run_ranks(build, 2) == [pytest.approx(expected, rel=1e-4)] * 2
 
 
 def test_resize_and_distributed_checkpoint_are_rejected(stories, tmp_path):

@@ -6,6 +6,7 @@ from transformers import AutoModelForCausalLM, MixtralConfig, MixtralForCausalLM
 
 from hf_megatron import ConfigError
 from hf_megatron.core.fork_harness import run_ranks
+from hf_megatron.parallel_state import parallel_state
 from tests.helpers.dp_training import parse_layout
 from tests.helpers.training import PatternRuns
 
@@ -73,6 +74,10 @@ def test_suggested_implementations_match_single_process(tmp_path, product):
     save_mixtral(tmp_path, 40)
 
     def steps(loop):
+        if parallel_state(loop.model) is not None:
+            cure = r"Load the model with experts_implementation='eager' or 'batched_mm', or with a tp_size in \[1, 2\]."
+            with pytest.raises(ConfigError, match=cure):
+                AutoModelForCausalLM.from_pretrained(loop.path, megatron_config=parse_layout("tp4"))
         loop.step(0)
         loop.step(1)
 

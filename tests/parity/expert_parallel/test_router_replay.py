@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import re
 
 import pytest
 import torch
@@ -237,8 +238,19 @@ def test_reentrant_checkpoints_raise(tiny_model):
     with record_routing(model) as routing:
         model(input_ids=tiny_model.batches[0]["input_ids"])
     model.gradient_checkpointing_enable({"use_reentrant": True})
-    with pytest.raises(UnsupportedError, match="use_reentrant"), replay_routing(model, routing):
+    message = re.escape('Enable it with {"use_reentrant": False}')
+    with pytest.raises(UnsupportedError, match=message), replay_routing(model, routing):
         pass
+    gradients = []
+    for checkpoints in (True, False):
+        model.gradient_checkpointing_disable()
+        if checkpoints:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        model.zero_grad()
+        with replay_routing(model, routing.joined()):
+            model(**tiny_model.batches[0]).loss.backward()
+        gradients.append({name: parameter.grad for name, parameter in model.named_parameters()})
+    torch.testing.assert_close(*gradients)
 
 
 def test_models_without_experts_raise():

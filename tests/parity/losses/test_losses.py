@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
+from torch.distributed.nn.functional import all_gather
 from transformers import BartConfig, BertConfig, GPT2Config, LlamaConfig, MixtralConfig, T5Config
 from transformers.loss.loss_utils import LOSS_MAPPING
 
@@ -406,26 +407,47 @@ def test_uncountable_targets_raise_before_the_schedule(folder):
     _run_on_ranks(2, "Llama", "answers", folder, "pp2", run)
 
 
+def _measure_gradient_norm(model, loss):
+    model.zero_grad()
+    loss.backward()
+    return loss.item(), torch.nn.utils.clip_grad_norm_(model.parameters(), 1e9).item()
+
+
 @pytest.mark.parametrize(
     ("loss", "message"),
     [
-        (lambda logits, labels: F.cross_entropy(logits, labels, reduction="none").mean(), "reduction='none'"),
+        (
+            lambda logits, labels: F.cross_entropy(logits, labels, reduction="none").mean(),
+            r"reduction='none'.*Call the model without labels and compute the loss from its outputs, or use dp_size=1 "
+            "and pp_size=1.",
+        ),
         (
             lambda logits, labels: -logits.log_softmax(-1).gather(1, labels.clamp(min=0)[:, None]).mean(),
-            "be normalized over",
+            "be normalized over.*Call it without labels and compute the loss from its outputs, or use dp_size=1.",
         ),
     ],
+    ids=["reduction", "own sum"],
 )
 def test_custom_loss_reduction_raises(folder, loss, message):
     def run(model, batch):
-        model.loss_function = shard_safe(lambda logits, labels, config: loss(logits.flatten(0, 1), labels.flatten()))
+        own_loss = shard_safe(lambda logits, labels, config: loss(logits.flatten(0, 1), labels.flatten()))
+        model.loss_function = own_loss
         with pytest.raises(UnsupportedError, match=message):
             model.train()(**batch)
         # In evaluation the loss is that rank's local loss.
         with torch.no_grad():
-            return model(**batch).loss.isfinite().item()
+            assert model(**batch).loss.isfinite()
+        return train_without_labels(model, batch)
 
-    assert _run_on_ranks(2, "Llama", "tokens", folder, "dp2", run) == [True, True]
+    def train_without_labels(model, batch):
+        inputs = {name: value for name, value in batch.items() if name != "labels"}
+        return _measure_gradient_norm(
+            model, loss(model.train()(**inputs).logits.flatten(0, 1), batch["labels"].flatten())
+        )
+
+    cls, path, batches, _ = _get_saved_model("Llama", "tokens", folder)
+    expected = pytest.approx(train_without_labels(cls.from_pretrained(path), batches[0]), rel=1e-5)
+    assert _run_on_ranks(2, "Llama", "tokens", folder, "dp2", run) == [expected] * 2
 
 
 @pytest.mark.parametrize("text", ["dp2", "pp2"])
@@ -433,13 +455,16 @@ def test_custom_loss_function_must_be_shard_safe(folder, text):
     def run(model, batch):
         stock = model.loss_function
         model.train().loss_function = lambda logits, labels, **kwargs: stock(logits, labels, **kwargs) ** 2
-        with pytest.raises(UnsupportedError, match="loss_function is not one of transformers' loss functions"):
+        message = "loss_function is not one of transformers' loss functions.*Mark it with hf_megatron.shard_safe if it "
+        with pytest.raises(UnsupportedError, match=message):
             model(**batch)
         model.loss_function = shard_safe(lambda logits, labels, **kwargs: stock(logits, labels, **kwargs))
-        return model(**batch).loss.item()
+        return _measure_gradient_norm(model, model(**batch).loss)
 
-    losses = _run_on_ranks(2, "Llama", "causal", folder, text, run)
-    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+    cls, path, batches, _ = _get_saved_model("Llama", "causal", folder)
+    model = cls.from_pretrained(path).train()
+    expected = pytest.approx(_measure_gradient_norm(model, model(**batches[0]).loss), rel=1e-5)
+    assert _run_on_ranks(2, "Llama", "causal", folder, text, run) == [expected] * 2
 
 
 def test_custom_loss_function_on_vocab_parallel_logits(folder):
@@ -479,15 +504,28 @@ def test_contrastive_loss_raises(tmp_path):
         text_config=small | {"vocab_size": 64}, vision_config=small | {"image_size": 8, "patch_size": 4}
     )
     transformers.CLIPModel(config).save_pretrained(tmp_path)
-    batch = {"input_ids": torch.randint(3, 60, (2, 5)), "pixel_values": torch.randn(2, 3, 8, 8)}
+    batch = {"input_ids": torch.randint(3, 60, (4, 5)), "pixel_values": torch.randn(4, 3, 8, 8)}
+
+    def compute_loss(model, local_batch, gather):
+        """Returns the contrastive loss over the samples of all ranks."""
+        outputs = model(**local_batch)
+        text, image = gather(outputs.text_embeds), gather(outputs.image_embeds)
+        logits, targets = model.logit_scale.exp() * text @ image.T, torch.arange(4)
+        return (F.cross_entropy(logits, targets) + F.cross_entropy(logits.T, targets)) / 2
 
     def on_rank():
         model = transformers.CLIPModel.from_pretrained(tmp_path, megatron_config=_make_layout("dp2")).train()
-        with pytest.raises(UnsupportedError, match="compares all samples of a batch"):
-            model(**batch, return_loss=True)
-        return tuple(model(**batch).logits_per_image.shape)
+        local_batch = {name: value.chunk(2)[parallel_state(model).mesh.dp_rank] for name, value in batch.items()}
+        message = "Call it without return_loss, and compute the loss from its outputs."
+        with pytest.raises(UnsupportedError, match=f"compares all samples of a batch.*{message}"):
+            model(**local_batch, return_loss=True)
+        loss = compute_loss(model, local_batch, lambda embeds: torch.cat(all_gather(embeds)))
+        return _measure_gradient_norm(model, loss)
 
-    assert run_ranks(on_rank, 2) == [(2, 2)] * 2
+    model = transformers.CLIPModel.from_pretrained(tmp_path).train()
+    loss = model(**batch, return_loss=True).loss
+    expected = pytest.approx(_measure_gradient_norm(model, loss), rel=1e-5)
+    assert run_ranks(on_rank, 2) == [expected] * 2
 
 
 @pytest.mark.parametrize("return_dict", [True, False])

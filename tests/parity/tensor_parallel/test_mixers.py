@@ -7,7 +7,7 @@ import torch
 from transformers import CONFIG_MAPPING
 
 from hf_megatron.core.fork_harness import run_ranks
-from hf_megatron.errors import RankError, UnsupportedError
+from hf_megatron.errors import UnsupportedError
 from hf_megatron.models.verification_gate import ConfigUnderTest
 from hf_megatron.tensor_parallel import head_sharded_blocks
 from hf_megatron.testing.adapters import adapted
@@ -83,19 +83,31 @@ def test_adapters_inside_mixers():
     assert comparison.passed, comparison.report()
 
 
-def test_trainable_mixer_weight_with_adapters_raises():
+def test_trainable_mixer_weight_with_adapters_raises(tmp_path):
+    from peft import LoraConfig, PeftModel, get_peft_model
+
     bamba = get_tiny_model("bamba")
+    model = get_peft_model(bamba.load(), LoraConfig(target_modules=["in_proj"], r=2, init_lora_weights=False))
+    model.save_pretrained(tmp_path)
 
-    def call():
-        from peft import LoraConfig, get_peft_model
+    def measure(model):
+        loss = model(**bamba.batches[0]).loss
+        loss.backward()
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        return loss.item(), float(torch.nn.utils.clip_grad_norm_(trained, 1e9))
 
+    def on_rank():
         model = bamba.load(megatron_config=ConfigUnderTest(tp_size=2))
-        model = get_peft_model(model, LoraConfig(target_modules=["in_proj"], r=2))
-        model.get_base_model().model.layers[0].mamba.A_log.requires_grad_(True)
-        model(**bamba.batches[0])
+        model = PeftModel.from_pretrained(model, tmp_path, is_trainable=True).train()
+        decay = model.get_base_model().model.layers[0].mamba.A_log.requires_grad_(True)
+        cure = "Freeze it, exclude the block from target_modules and modules_to_save, or load the model with tp_size=1."
+        with pytest.raises(UnsupportedError, match=rf"A_log of a BambaMixer .*{cure}"):
+            model(**bamba.batches[0])
+        decay.requires_grad_(False)
+        return measure(model)
 
-    with pytest.raises(RankError, match=r"A_log of a BambaMixer: .*Freeze it"):
-        run_ranks(call, 2)
+    expected = measure(PeftModel.from_pretrained(bamba.load(), tmp_path, is_trainable=True).train())
+    assert run_ranks(on_rank, 2) == [pytest.approx(expected, rel=1e-4)] * 2
 
 
 @pytest.mark.parametrize("fails", [False, True])

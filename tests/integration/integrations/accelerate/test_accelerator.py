@@ -187,10 +187,25 @@ def test_accelerator_created_before_model_is_rejected(stories):
 def test_ddp_is_rejected(stories):
     def wrap():
         model = AutoModelForCausalLM.from_pretrained(stories, megatron_config=TP2)
-        with pytest.raises(UnsupportedError, match="DistributedDataParallel"):
+        message = "Pass it unwrapped to Trainer or Accelerator.prepare."
+        with pytest.raises(UnsupportedError, match=f"DistributedDataParallel.*{message}"):
             torch.nn.parallel.DistributedDataParallel(model)
+        return train(model)
 
-    run_ranks(wrap, 2)
+    def train(model):
+        model, optimizer = Accelerator(cpu=True).prepare(model.train(), torch.optim.SGD(model.parameters(), lr=0.1))
+        batch = {name: torch.stack([row[name] for row in rows(3, 0)]) for name in ("input_ids", "labels")}
+        values = []
+        for _ in range(2):
+            loss = model(**batch).loss
+            loss.backward()
+            values += [loss.item(), torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0).item()]
+            optimizer.step()
+            optimizer.zero_grad()
+        return values
+
+    [expected] = run_ranks(lambda: train(AutoModelForCausalLM.from_pretrained(stories)), 1)
+    assert run_ranks(wrap, 2) == [pytest.approx(expected, rel=1e-4)] * 2
 
 
 def test_grad_norm_counts_shared_kv_heads_once(stories):

@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, GPT2Config
 
-from hf_megatron import MegatronConfig
+from hf_megatron import MegatronConfig, UnsupportedError
 from hf_megatron.core.fork_harness import run_ranks
 from hf_megatron.integrations.torch import dtensor_methods
 
@@ -69,3 +69,22 @@ def test_torch_flatten_order_is_detected(source):
     layout = MegatronConfig(tp_size=2, dp_size=2, zero_stage=3)
     for values in run_ranks(read_in_torch_order, 4, source, "whole", layout):
         assert values != pytest.approx(expected, rel=1e-3, abs=1e-2)
+
+
+def add_squares(source, layout):
+    """Returns the loss and the gradient norm of a step with a penalty on a flattened weight."""
+    model = AutoModelForCausalLM.from_pretrained(source, **({} if layout is None else {"megatron_config": layout}))
+    weight, ids = model.transformer.h[0].mlp.c_fc.weight, torch.arange(16).view(2, 8)
+    if layout is not None:
+        with pytest.raises(UnsupportedError, match=r"Call the weight's own flatten\(\), view\(\) or reshape\(\)."):
+            torch.flatten(weight)
+    scales = torch.linspace(0.5, 2, weight.numel())
+    loss = model(input_ids=ids, labels=ids).loss + (weight.flatten() * scales).pow(2).mean()
+    loss.backward()
+    return read_scalar(loss), read_scalar(torch.nn.utils.clip_grad_norm_(model.parameters(), 1e9))
+
+
+def test_methods_flatten_weights_that_two_axes_shard(source):
+    expected = pytest.approx(add_squares(source, None), rel=1e-4)
+    layout = MegatronConfig(tp_size=2, dp_size=2, zero_stage=3)
+    assert run_ranks(add_squares, 4, source, layout) == [expected] * 4

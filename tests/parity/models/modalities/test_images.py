@@ -9,6 +9,7 @@ from transformers import CONFIG_MAPPING
 from hf_megatron import ConfigError, MegatronConfig
 from hf_megatron.context_parallel.sequence_split import ContextStack
 from hf_megatron.core.fork_harness import run_ranks
+from hf_megatron.data_parallel.batch_norm import batch_norms
 from hf_megatron.errors import RankError, UnsupportedError
 from hf_megatron.models.modalities import sample_index
 from hf_megatron.models.verification_gate import ConfigUnderTest
@@ -190,9 +191,12 @@ def test_batch_norm_on_microbatches_raises():
 
     def call():
         model = emu3.load(megatron_config=ConfigUnderTest(pp_size=2, num_microbatches=2)).train()
-        with pytest.raises(UnsupportedError, match=r"BatchNorm3d.*get_submodule\('model.vqmodel"):
+        with pytest.raises(
+            UnsupportedError, match=r"BatchNorm3d.*Call module.eval\(\) on every BatchNorm module after each"
+        ):
             model(**emu3.batches[0])
-        model.get_submodule("model.vqmodel").eval()
+        for name in batch_norms(model):
+            model.get_submodule(name).eval()
         model(**emu3.batches[0])
 
     run_ranks(call, 2)
