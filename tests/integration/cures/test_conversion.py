@@ -120,8 +120,8 @@ class Projection(PreTrainedModel):
 
 def test_custom_model_is_saved_without_format(tmp_path):
     hf_megatron.enable()
-    model = Projection(LlamaConfig(hidden_size=8))
-    with pytest.raises(UnsupportedError, match=r"Projection is not a transformers.*Call `save_pretrained` without `fo"):
+    model = Projection(LlamaConfig(hidden_size=8, num_attention_heads=2))
+    with pytest.raises(CheckpointError, match=r"Projection is not a transformers.*Call `save_pretrained` without `fo"):
         model.save_pretrained(tmp_path / "out", format="megatron_core")
     model.save_pretrained(tmp_path / "out")
     assert torch.equal(Projection.from_pretrained(tmp_path / "out").linear.weight, model.linear.weight)
