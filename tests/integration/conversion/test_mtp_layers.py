@@ -90,7 +90,8 @@ def count_mtp_tensors(root: Path, to: str) -> int:
 @pytest.mark.parametrize("to", ["sharded", "dcp"])
 def test_mtp_layers_are_rejected_by_unsupported_formats(root, tmp_path, source, to):
     with pytest.raises(
-        CheckpointError, match=r"of multi-token prediction.*DeepseekV3ForCausalLM.*Use `hf-megatron convert --without-mtp`"
+        CheckpointError,
+        match=r"of multi-token prediction.*DeepseekV3ForCausalLM.*Use `hf-megatron convert --without-mtp`",
     ) as error_info:
         convert(root / source, tmp_path / "out", to, config=str(root / "hf"))
     assert len(str(error_info.value).splitlines()) == 1 and f"{count_mtp_tensors(root, source)} tensors" in str(

@@ -179,7 +179,9 @@ def test_text_and_vision_checkpoints_do_not_mix(to, sources, tmp_path):
     assert compare(tmp_path / "text again", tmp_path / "text").equal
     # A text config rejects a vision-language checkpoint too.
     convert(sources / "qwen2_5_vl", tmp_path / "images", to)
-    message = r"has language_model\.\*, visual\.\*, which the config does not describe\. Check that this is not the config"
+    message = (
+        r"has language_model\.\*, visual\.\*, which the config does not describe\. Check that this is not the config"
+    )
     with pytest.raises(CheckpointError, match=message):
         convert(tmp_path / "images", tmp_path / "out", "hf", config=str(tmp_path / "text"))
     assert not (tmp_path / "out").exists()

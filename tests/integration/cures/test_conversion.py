@@ -60,7 +60,9 @@ def test_adapter_is_converted_with_config_of_its_base_model(hf, tmp_path):
     model.save_pretrained(tmp_path / "adapter")
     convert_adapter(tmp_path / "adapter", tmp_path / "bridge", "bridge_canonical", hf)
     llama(num_hidden_layers=1).save_pretrained(tmp_path / "other")
-    with pytest.raises(CheckpointError, match=r"do not belong to an adapter.*Check that the config is the base model's"):
+    with pytest.raises(
+        CheckpointError, match=r"do not belong to an adapter.*Check that the config is the base model's"
+    ):
         convert_adapter(tmp_path / "bridge", tmp_path / "back", "peft", tmp_path / "other")
     convert_adapter(tmp_path / "bridge", tmp_path / "back", "peft", hf)
     expected, logits = (
@@ -82,7 +84,9 @@ def test_missing_config_is_passed_or_put_there(hf, tmp_path):
     convert(hf, tmp_path / "core", "megatron_core")
     config = (tmp_path / "core" / "config.json").read_text("utf-8")
     (tmp_path / "core" / "config.json").unlink()
-    with pytest.raises(CheckpointError, match=r"architecture is unknown\. Put the model's config.json there; .*--config"):
+    with pytest.raises(
+        CheckpointError, match=r"architecture is unknown\. Put the model's config.json there; .*--config"
+    ):
         convert(tmp_path / "core", tmp_path / "out", "hf", checksums=False)
     convert(tmp_path / "core", tmp_path / "out", "hf", config=str(hf), checksums=False)
     (tmp_path / "core" / "config.json").write_text(config, "utf-8")
@@ -94,7 +98,9 @@ def test_mtp_layers_are_written_for_one_pipeline_stage(tmp_path):
     build_tiny_model("deepseek_v3").save_pretrained(tmp_path / "hf")
     add_hf_mtp_layers(tmp_path / "hf", 1)
     config = json.loads((tmp_path / "hf" / "config.json").read_text("utf-8"))
-    with pytest.raises(CheckpointError, match=r"multi-token prediction layers .* on one pipeline stage\. Use pp_size 1\."):
+    with pytest.raises(
+        CheckpointError, match=r"multi-token prediction layers .* on one pipeline stage\. Use pp_size 1\."
+    ):
         convert(
             tmp_path / "hf",
             tmp_path / "legacy",

@@ -144,7 +144,9 @@ def test_models_with_several_layer_lists_on_one_stage(tmp_path):
             return model(**inputs).logits_per_text
 
     def on_rank():
-        with pytest.raises(UnsupportedError, match=r"exactly one list.*Load it with pp_size=1, or register a spec with"):
+        with pytest.raises(
+            UnsupportedError, match=r"exactly one list.*Load it with pp_size=1, or register a spec with"
+        ):
             CLIPModel.from_pretrained(tmp_path, megatron_config=ConfigUnderTest(pp_size=2))
         return compute_logits(megatron_config=ConfigUnderTest(dp_size=2, pp_size=1))
 
@@ -204,7 +206,9 @@ def test_launch_commands_in_errors(tmp_path):
     (tmp_path / "megatron.yaml").write_text(ACCELERATE)
     with pytest.raises(ConfigError, match=r"Start it with\n    torchrun --nproc_per_node 2 train\.py\n"):
         AutoModelForCausalLM.from_pretrained(tmp_path / "model", megatron_config={"tp_size": 2})
-    message = r"Pass it to accelerate launch --config_file, and leave megatron_config out or use hf_megatron\.config_from"
+    message = (
+        r"Pass it to accelerate launch --config_file, and leave megatron_config out or use hf_megatron\.config_from"
+    )
     with pytest.raises(ConfigError, match=message):
         AutoModelForCausalLM.from_pretrained(tmp_path / "model", megatron_config=str(tmp_path / "megatron.yaml"))
     ids = torch.arange(3, 27).view(2, 12)

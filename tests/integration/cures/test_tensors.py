@@ -71,7 +71,9 @@ def test_views_are_edited_in_separate_calls(folder):
         model = load(folder, "dp2+zero2")
         model(**shard_batch(model, make_batch(0))).loss.backward()
         gradient, other = model.get_parameter(name).grad, torch.ones(3)
-        with pytest.raises(UnsupportedError, match=r"writes to a view of a sharded tensor .*Edit them in separate calls"):
+        with pytest.raises(
+            UnsupportedError, match=r"writes to a view of a sharded tensor .*Edit them in separate calls"
+        ):
             torch._foreach_mul_([gradient[:4], other], 2.0)
         gradient[:4].mul_(2.0)
         other.mul_(2.0)
@@ -91,7 +93,9 @@ def test_partial_sum_is_edited_after_full_tensor(folder):
 
     def on_rank():
         total = load(folder, "tp2").get_parameter(name).detach().sum(1)
-        with pytest.raises(UnsupportedError, match=r"pending reduction\) cannot be edited\. Call full_tensor\(\) and edit"):
+        with pytest.raises(
+            UnsupportedError, match=r"pending reduction\) cannot be edited\. Call full_tensor\(\) and edit"
+        ):
             total[torch.tensor([0, 1])] = torch.tensor([3.0, 4.0])
         total = total.full_tensor()
         total[torch.tensor([0, 1])] = torch.tensor([3.0, 4.0])
@@ -125,7 +129,7 @@ def test_double_backward_without_tensor_parallelism(folder):
 
 
 def test_random_states_suffice_for_immediate_backwards(tmp_path):
-    """Two forwards in flight need more states than are kept; a backward after each, or stock checkpointing, does not."""
+    """Two forwards in flight need more states than are kept; one at a time, or stock checkpointing, does not."""
     save_tiny(tmp_path, num_hidden_layers=2)
 
     def on_rank():
@@ -139,9 +143,7 @@ def test_random_states_suffice_for_immediate_backwards(tmp_path):
             again = (lambda function, x: function(x)) if kind != "checkpointed" else checkpoint
             for layer in model.model.layers:
                 plain = type(layer.mlp).forward
-                layer.mlp.forward = shard_safe(
-                    lambda x, mlp=layer.mlp, plain=plain: dropout(plain(mlp, dropout(x)))
-                )
+                layer.mlp.forward = shard_safe(lambda x, mlp=layer.mlp, plain=plain: dropout(plain(mlp, dropout(x))))
                 layer.forward = make_forward(layer, block, again)
             if kind == "enabled":
                 model.gradient_checkpointing_enable()
@@ -163,7 +165,9 @@ def test_shared_weights_get_their_own_parameters(folder, tmp_path):
         model = load(folder, "tp2")
         first, second = model.model.layers[0].mlp, model.model.layers[1].mlp
         second.up_proj.weight = first.up_proj.weight
-        message = r"Give each its own parameter \(`torch\.nn\.Parameter\(weight\.detach\(\)\.clone\(\)\)`\) before saving"
+        message = (
+            r"Give each its own parameter \(`torch\.nn\.Parameter\(weight\.detach\(\)\.clone\(\)\)`\) before saving"
+        )
         with pytest.raises(CheckpointError, match=message):
             model.save_pretrained(tmp_path)
         second.up_proj.weight = torch.nn.Parameter(first.up_proj.weight.detach().clone())

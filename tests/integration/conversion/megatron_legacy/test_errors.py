@@ -54,7 +54,9 @@ def test_indivisible_sizes_are_rejected(tmp_path, tensors, layout, further, mess
 
 
 def test_writer_requires_every_tensor_once(tmp_path, tensors):
-    with pytest.raises(CheckpointError, match="exp_avg of .* without optimizer state. Leave it out, or write torch_dist"):
+    with pytest.raises(
+        CheckpointError, match="exp_avg of .* without optimizer state. Leave it out, or write torch_dist"
+    ):
         write_checkpoint(tmp_path / "out", tensors | {Key("exp_avg", QKV): torch.zeros(24, 16)}, model())
     with pytest.raises(CheckpointError, match=r"not_there\.weight"):
         write_checkpoint(tmp_path / "out", {Key(WEIGHT, "decoder.layers.0.not_there.weight"): torch.zeros(1)}, model())
