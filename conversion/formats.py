@@ -78,7 +78,7 @@ def recognise(path: Path) -> Format:
             return format
     marks = ", ".join(f"{format.marks} ({format.name})" for format in FORMATS.values())
     raise CheckpointError(
-        f"{path} is not a checkpoint of a known format: it has no {marks}. Set the format with --from (from_format=)."
+        f"{path} is not a checkpoint of a known format: it has no {marks}. Pass the folder that holds these files."
     )
 
 

@@ -48,8 +48,8 @@ def load_meta_model(path: str | os.PathLike[str]) -> Any:
     file = Path(path) / CONFIG
     if not is_file(file):
         raise CheckpointError(
-            f"{path} has no config.json, so the architecture is unknown. Pass --config with a folder or a Hub model "
-            "that has one."
+            f"{path} has no config.json, so the architecture is unknown. Put the model's config.json there; `convert` "
+            "and `compare` also read it from a folder or a Hub model passed as --config (config=)."
         )
     config = read_config(path)
     names = config.architectures or []

@@ -162,7 +162,7 @@ def reject_second_derivatives() -> None:
     if torch.is_grad_enabled():
         raise UnsupportedError(
             "create_graph=True is not supported with a vocab-parallel head: its loss cannot be differentiated twice. "
-            "Load the model with tp_size=1."
+            "Load the model with tp_size=1 in a job of one rank."
         )
 
 

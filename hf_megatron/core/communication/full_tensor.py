@@ -119,8 +119,8 @@ def _held(tensor: DTensor) -> list[list[_Range]]:
         placement = tensor.placements[axis]
         if placement.is_partial():
             raise UnsupportedError(
-                "A tensor with a partial placement (pending reduction) cannot be edited. Call redistribute() on it "
-                "first."
+                "A tensor with a partial placement (pending reduction) cannot be edited. Call full_tensor() and edit "
+                "the result."
             )
         # FSDP2's strided placement describes the splits of the other axes; here these have been applied already.
         groups = 1 if by_fsdp else count_shard_blocks(placement)

@@ -107,11 +107,16 @@ with warnings.catch_warnings(record=True) as caught:
     assert not caught
     for _ in range(2):
         LlamaForCausalLM.from_pretrained({str(stories)!r}, megatron_config={{}})
-texts = [str(warning.message) for warning in caught if "not checked" in str(warning.message)]
+texts = [str(warning.message) for warning in caught if "not tested" in str(warning.message)]
 imported = [name for name in ("transformers", "peft") if name in sys.modules]
 expected = ["hf_megatron was not tested with " + name + " 99.1" for name in imported]
-assert [text.partition(", ")[0] for text in texts] == expected
+assert [text.partition(" (")[0] for text in texts] == expected
 assert all(f"{{name}} {{first}} to {{last}}" in texts[0] for name, (first, last) in CHECKED.items())
+assert all("Install a tested version, or compare with `hf-megatron check`." in text for text in texts)
+from typer.testing import CliRunner
+from hf_megatron.cli import app
+result = CliRunner().invoke(app, ["check", "llama", "--layout", "tp2"])
+assert result.exit_code == 0, result.output
 """
     )
 

@@ -343,8 +343,13 @@ def test_incomplete_moments_are_rejected(llama, tmp_path):
 
 def test_unsupported_optimizer_state_is_rejected(llama, tmp_path):
     run_ranks(save_with_moments, 2, llama, tmp_path / "state", "", amsgrad=True)
-    with pytest.raises(CheckpointError, match="max_exp_avg_sq"):
+    with pytest.raises(
+        CheckpointError, match=r"max_exp_avg_sq.*Use --no-optimizer \(optimizer=False\) to convert the we"
+    ):
         convert(tmp_path / "state", tmp_path / "core", "megatron_core")
+    arguments = ["convert", str(tmp_path / "state"), str(tmp_path / "core"), "--to", "megatron_core"]
+    result = CliRunner().invoke(app, [*arguments, "--no-optimizer", "--verify"])
+    assert result.exit_code == 0, result.output
 
 
 @pytest.mark.parametrize("to", OTHERS)

@@ -48,13 +48,16 @@ def test_auxiliary_files_must_be_regular_files_in_folder(hf, tmp_path, name, ins
     shutil.copytree(hf, source)
     (source / name).unlink(missing_ok=True)
     make(source / name)
-    if name not in ("README.md", "loss.png") and instead == "endless":
-        message = "is not a weight file and too large to copy"
+    if is_too_large := name not in ("README.md", "loss.png") and instead == "endless":
+        message = "is not a weight file and too large to copy. Move it out of the folder."
     for to in ("hf", "torch_dist"):
         error = get_error(source, tmp_path / "out", to)
         assert name in error and message.replace("README.md", name) in error
     with pytest.raises(CheckpointError, match=name):
         plan_conversion(source, tmp_path / "out", "hf")
+    if is_too_large:
+        (source / name).rename(tmp_path / name)
+        convert(source, tmp_path / "out", "hf", verify=True)
 
 
 def test_hub_cache_links_are_followed(hf, tmp_path):

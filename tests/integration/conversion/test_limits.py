@@ -118,7 +118,7 @@ def test_garbage_collection_is_paused_while_unpickling():
 UNFIT = {
     "heads": ({"tp_size": 3}, "num_attention_heads 8 is not divisible by tp_size 3. Valid sizes: 1, 2, 4, 8"),
     "more_than_heads": ({"tp_size": 16}, "num_attention_heads 8 .* tp_size 16"),
-    "no_experts": ({"ep_size": 2}, "ep_size 2: the model has no experts"),
+    "no_experts": ({"ep_size": 2}, "ep_size 2: the model has no experts. Use ep_size 1"),
 }
 
 
@@ -130,6 +130,8 @@ def test_indivisible_sizes_are_rejected_before_conversion(hf, tmp_path, to, case
         with pytest.raises(CheckpointError, match=message) as error_info:
             action(hf, tmp_path / "parent" / "out", to, options=TargetOptions(**sizes))
         assert count_lines(error_info) == 1 and not (tmp_path / "parent").exists()
+    options = TargetOptions(**dict.fromkeys(sizes, 1))
+    assert convert(hf, tmp_path / "out", to, options=options, verify=True).comparison.equal
 
 
 def test_indivisible_groups_widths_and_experts_are_rejected(tmp_path):
@@ -156,7 +158,7 @@ def test_targets_inside_source_are_rejected(hf, tmp_path):
     inside = (source / "out", source / "deep" / "out", tmp_path / "link" / "out")
     for target in inside:
         for action in (convert, plan_conversion):
-            with pytest.raises(CheckpointError, match="is inside the source") as error_info:
+            with pytest.raises(CheckpointError, match="is inside the source.*Choose a folder outside it") as error_info:
                 action(source, target, "sharded")
             assert count_lines(error_info) == 1
     for target in (source, tmp_path, tmp_path / "link"):

@@ -90,7 +90,8 @@ def count_mtp_tensors(root: Path, to: str) -> int:
 @pytest.mark.parametrize("to", ["sharded", "dcp"])
 def test_mtp_layers_are_rejected_by_unsupported_formats(root, tmp_path, source, to):
     with pytest.raises(
-        CheckpointError, match=r"of multi-token prediction.*DeepseekV3ForCausalLM.*--without-mtp"
+        CheckpointError,
+        match=r"of multi-token prediction.*DeepseekV3ForCausalLM.*Use `hf-megatron convert --without-mtp`",
     ) as error_info:
         convert(root / source, tmp_path / "out", to, config=str(root / "hf"))
     assert len(str(error_info.value).splitlines()) == 1 and f"{count_mtp_tensors(root, source)} tensors" in str(
@@ -102,6 +103,8 @@ def test_mtp_layers_are_rejected_by_unsupported_formats(root, tmp_path, source, 
     with pytest.raises(CheckpointError, match="--without-mtp"):
         compare(root / source, tmp_path / "other")
     assert not (tmp_path / "out").exists()
+    convert(root / source, tmp_path / "out", to, config=str(root / "hf"), without_mtp=True)
+    assert compare(tmp_path / "out", tmp_path / "other").equal
 
 
 @pytest.mark.parametrize("to", MEGATRON)
@@ -226,7 +229,7 @@ def test_nonconsecutive_layer_is_rejected(tmp_path):
     tensors = load_file(tmp_path / "hf" / "model.safetensors")
     added = {"model.layers.61.enorm.weight": torch.ones(64), "model.layers.61.eh_proj.weight": torch.ones(64, 128)}
     save_file(tensors | added, tmp_path / "hf" / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(CheckpointError, match=r"indices \[58\], expected 1 from 0 on"):
+    with pytest.raises(CheckpointError, match=r"indices \[58\], expected 1 from 0 on\. Use --without-mtp"):
         convert(tmp_path / "hf", tmp_path / "core", "megatron_core")
     report = convert(tmp_path / "hf", tmp_path / "core", "megatron_core", without_mtp=True, verify=True)
     assert any("2 tensors of the source (multi-token prediction) are left out" in note for note in report.notes)

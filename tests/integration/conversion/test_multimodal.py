@@ -172,16 +172,21 @@ def test_text_and_vision_checkpoints_do_not_mix(to, sources, tmp_path):
     build_tiny_model("qwen2", torch.bfloat16).save_pretrained(tmp_path / "text")
     convert(tmp_path / "text", tmp_path / "core", to)
     (tmp_path / "core" / "config.json").unlink()
-    message = r"has no language_model\.\*, visual\.\*, .* the checkpoint of a text model"
+    message = r"has no language_model\.\*, visual\.\*, .*Check that this is not the checkpoint of a text model"
     with pytest.raises(CheckpointError, match=message):
         convert(tmp_path / "core", tmp_path / "out", "hf", config=str(sources / "qwen2_5_vl"))
+    convert(tmp_path / "core", tmp_path / "text again", "hf", config=str(tmp_path / "text"))
+    assert compare(tmp_path / "text again", tmp_path / "text").equal
     # A text config rejects a vision-language checkpoint too.
     convert(sources / "qwen2_5_vl", tmp_path / "images", to)
-    with pytest.raises(
-        CheckpointError, match=r"has language_model\.\*, visual\.\*, which the config does not describe"
-    ):
+    message = (
+        r"has language_model\.\*, visual\.\*, which the config does not describe\. Check that this is not the config"
+    )
+    with pytest.raises(CheckpointError, match=message):
         convert(tmp_path / "images", tmp_path / "out", "hf", config=str(tmp_path / "text"))
     assert not (tmp_path / "out").exists()
+    convert(tmp_path / "images", tmp_path / "out", "hf", config=str(sources / "qwen2_5_vl"))
+    assert compare(tmp_path / "out", sources / "qwen2_5_vl").equal
 
 
 def test_missing_unused_weights_are_filled_and_reported(sources, tmp_path):

@@ -87,9 +87,12 @@ OTHER_MODELS = {
 def test_arguments_must_match_config(folders, tmp_path, to, named):
     """A config with the same shapes could silently permute heads or change the rotary positions."""
     source = copy_with_config(folders / to, tmp_path / "source", **OTHER_MODELS[named])
-    with pytest.raises(CheckpointError, match=named):
+    with pytest.raises(CheckpointError, match=rf"{named}.*Use the config\.json that the model was trained with"):
         convert(source, tmp_path / "hf", "hf")
     assert not (tmp_path / "hf").exists()
+    shutil.copy(folders / "hf" / "config.json", source)
+    convert(source, tmp_path / "hf", "hf", checksums=False)
+    assert compare(tmp_path / "hf", folders / "hf", logits=True).equal
 
 
 @pytest.mark.parametrize("to", MEGATRON)

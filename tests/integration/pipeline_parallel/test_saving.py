@@ -425,8 +425,21 @@ def test_param_groups_differing_by_stage_are_rejected(stories, tmp_path):
         groups = [{"params": parameters} for parameters in layers if parameters]
         groups[-1]["lr"] = 1e-2
         optimizer = prepare_optimizer(torch.optim.AdamW(groups))
-        with pytest.raises(CheckpointError, match="differ between pipeline stages.* may be empty"):
+        message = (
+            r"differ between pipeline stages.* Create the same groups in the same order on every stage.* may be empty"
+        )
+        with pytest.raises(CheckpointError, match=message):
             save(model, optimizer, tmp_path / "state")
+        # One group per layer of the full model, which is empty on the other stage.
+        groups = [{"params": parameters, "lr": 1e-2 * (number + 1)} for number, parameters in enumerate(layers)]
+        optimizer = prepare_optimizer(torch.optim.AdamW(groups))
+        ids = torch.arange(3, 35).view(4, 8)
+        model.train()(input_ids=ids, labels=ids).loss.backward()
+        optimizer.step()
+        save(model, optimizer, tmp_path / "state")
+        again = prepare_optimizer(torch.optim.AdamW([group | {"lr": 1.0} for group in groups]))
+        load(model, again, tmp_path / "state")
+        assert [group["lr"] for group in again.param_groups] == [group["lr"] for group in groups]
 
     run_ranks(on_rank, 2)
 

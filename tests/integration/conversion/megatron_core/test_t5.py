@@ -102,5 +102,8 @@ def test_unsupported_t5_configs_are_rejected(changes, reason):
 
 def test_encoder_decoder_pipeline_is_rejected(tmp_path):
     build_tiny_model("t5").save_pretrained(tmp_path / "hf")
-    with pytest.raises(CheckpointError, match="pp_size 2: encoder and decoder must be on one pipeline stage"):
+    message = r"pp_size 2: encoder and decoder must be on one pipeline stage\. Use pp_size 1\."
+    with pytest.raises(CheckpointError, match=message):
         convert(tmp_path / "hf", tmp_path / "legacy", "megatron_legacy", options=TargetOptions(pp_size=2))
+    options = TargetOptions(tp_size=2, pp_size=1)
+    assert convert(tmp_path / "hf", tmp_path / "legacy", "megatron_legacy", options=options, verify=True).comparison

@@ -158,7 +158,10 @@ def test_old_versions_reject_grouped_queries(tmp_path):
 def test_other_model_type_is_rejected(gpt2, tmp_path):
     folder, _ = gpt2
     source = write_checkpoint(tmp_path / "megatron", extract_bert_weights(build_tiny_model("megatron_bert")), "2020", 0)
-    assert "have no counterpart in GPT2LMHeadModel" in get_error(source, folder)
+    error = get_error(source, folder)
+    assert "have no counterpart in GPT2LMHeadModel" in error and "Check that the config belongs to this" in error
+    build_tiny_model("megatron_bert").save_pretrained(tmp_path / "bert")
+    assert convert(source, tmp_path / "hf", "hf", config=str(tmp_path / "bert"), verify=True).comparison.equal
 
 
 def test_too_small_vocabulary_is_rejected(gpt2, tmp_path):

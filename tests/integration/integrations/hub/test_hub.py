@@ -226,7 +226,7 @@ def test_commit_and_create_errors_reach_all_ranks(hub, agent, stories, sharded):
     assert hub.files("tester/refused") == {}
 
 
-def test_unsafe_or_incomplete_folders_are_rejected_before_upload(hub, agent, stories, sharded, tmp_path):
+def test_unsafe_or_incomplete_folders_are_rejected_before_upload(hub, agent, stories, original, sharded, tmp_path):
     def assert_rejected(change, *words, source=stories):
         folder = tmp_path / f"case-{len(list(tmp_path.iterdir()))}"
         shutil.copytree(source, folder)
@@ -263,7 +263,10 @@ def test_unsafe_or_incomplete_folders_are_rejected_before_upload(hub, agent, sto
     assert "uploaders = 'some'" in agent.error("push", stories, "tester/nothing", uploaders="some")
     assert "repo_id = 'a/b/c'" in agent.error("push", stories, "a/b/c")
     assert "disagree" in agent.error("push_different", [str(stories), str(tmp_path)], "tester/nothing", ranks=2)
-    assert "not a sharded checkpoint" in agent.error("push_shards", stories, "tester/nothing", ranks=2)
+    error = agent.error("push_shards", stories, "tester/nothing", ranks=2)
+    assert "not a sharded checkpoint. Use push_folder for Hugging Face files." in error
+    agent("push", stories, "tester/plain")
+    assert agent("plain_hashes", "tester/plain") == original
 
 
 def test_training_state_and_hidden_files_are_not_pushed(hub, agent, stories, tmp_path):
@@ -273,6 +276,28 @@ def test_training_state_and_hidden_files_are_not_pushed(hub, agent, stories, tmp
         (folder / name).write_bytes(b"x")
     agent("push", folder, "tester/clean")
     assert hub.files("tester/clean").keys() == {path.name for path in stories.iterdir()}
+
+
+def test_weights_in_pickles_are_pushed_as_safetensors(agent, stories, original, tmp_path):
+    folder, model = tmp_path / "model", AutoModelForCausalLM.from_pretrained(stories)
+    model.config.save_pretrained(folder)
+    torch.save(model.state_dict(), folder / "pytorch_model.bin")
+    error = agent.error("push", folder, "tester/unpickled")
+    assert "Save the weights with save_pretrained, or move the file away." in error
+    (folder / "pytorch_model.bin").rename(tmp_path / "pytorch_model.bin")
+    model.save_pretrained(folder)
+    agent("push", folder, "tester/unpickled")
+    assert agent("plain_hashes", "tester/unpickled") == original
+
+
+def test_partial_checkpoint_is_completed_and_pushed(hub, agent, on_hub, tmp_path):
+    folder = tmp_path / "checkpoint"
+    agent("pull_for", on_hub, folder, TP2_PP2, rank=0)
+    error = agent.error("push_shards", folder, "tester/completed", ranks=2)
+    assert "Pull it without --ranks before pushing it." in error
+    agent("pull_for", on_hub, folder)
+    agent("push_shards", folder, "tester/completed", ranks=2)
+    assert hub.files("tester/completed")[MANIFEST] == hub.files(on_hub)[MANIFEST]
 
 
 def test_invalid_model_card_raises_before_upload(hub, agent, stories, tmp_path):
@@ -358,8 +383,10 @@ def test_damaged_download_raises_and_lost_connection_resumes(hub, agent, on_hub,
 def test_pull_does_not_overwrite_a_checkpoint(agent, stories, sharded, on_hub, tmp_path):
     folder = tmp_path / "checkpoint"
     agent("save_shards", stories, TP2, folder, ranks=2)
-    assert "never overwritten" in agent.error("pull_for", on_hub, folder)
+    assert "never overwritten. Pull into another folder." in agent.error("pull_for", on_hub, folder)
     Checkpoint(folder).verify()
+    agent("pull_for", on_hub, tmp_path / "another")
+    assert Checkpoint(tmp_path / "another").metadata == Checkpoint(sharded[0]).metadata
 
 
 def test_manifest_with_pickle_is_rejected(hub, agent, on_hub, tmp_path):
@@ -388,7 +415,10 @@ def test_pipeline_stage_pulls_its_merged_weight_files(hub, agent, stories, origi
     hashes, name = agent("load_merged", folders, layout, ranks=2)[0]
     assert hashes == original and name == "model"
     error = agent.error("load_merged", folders[::-1], layout, ranks=2)
-    assert "hf-megatron pull" in error and "model-0000" in error
+    assert "Run `hf-megatron pull` for this layout" in error and "model-0000" in error
+    for rank, folder in enumerate(folders[::-1]):
+        agent("pull_for", "tester/parts", f"{folder}/model", layout, rank=rank)
+    assert agent("load_merged", folders[::-1], layout, ranks=2)[0][0] == original
     complete = agent("pull_for", "tester/parts", tmp_path / "tp", TP2, rank=1)
     assert not complete["absent"], "every tp rank reads a part of each file"
     with hub.fault("GET", "/resolve/.*/model-00001", "flip"):
@@ -398,10 +428,12 @@ def test_pipeline_stage_pulls_its_merged_weight_files(hub, agent, stories, origi
 def test_invalid_pulls_raise_clear_errors(agent, on_hub, tmp_path):
     error = agent.error("pull_for", on_hub, tmp_path / "x", TP2_PP2, rank=4)
     assert "rank = 4" in error and "0 to 3" in error
-    assert "needs a layout" in agent.error("pull_for", on_hub, tmp_path / "x", rank=0)
+    error = agent.error("pull_for", on_hub, tmp_path / "x", rank=0)
+    assert "needs a layout. Pass config=MegatronConfig(...) as well." in error
     assert "tester/nowhere" in agent.error("pull_for", "tester/nowhere", tmp_path / "x")
     assert "no-such-branch" in agent.error("pull_for", on_hub, tmp_path / "x", revision="no-such-branch")
     assert not (tmp_path / "x").exists()
+    assert agent("pull_for", on_hub, tmp_path / "x", TP2_PP2, rank=0)["absent"]
 
 
 @pytest.mark.parametrize("strategy", ["every_save", "checkpoint"])
@@ -421,7 +453,11 @@ def test_trainer_pushes_without_pickles(hub, agent, stories, tmp_path, strategy)
 def test_trainer_rejects_pushes_with_async_save(agent, stories, tmp_path):
     layout = TP2 | {"async_save": True}
     error = agent.error("trainer_push", stories, layout, tmp_path / "run", "tester/async", ranks=2)
-    assert "hub_strategy" in error and "async_save" in error
+    assert "Use hub_strategy='end', or async_save=False." in error
+    for folder, given, strategy in (("end", layout, "end"), ("save", TP2, "every_save")):
+        repo = f"tester/async-{folder}"
+        [answer, _] = agent("trainer_push", stories, given, tmp_path / folder, repo, hub_strategy=strategy, ranks=2)
+        assert agent("plain_hashes", repo) == answer["weights"]
 
 
 def test_command_line(hub, environment, sharded, on_hub, tmp_path):
@@ -436,6 +472,17 @@ def test_command_line(hub, environment, sharded, on_hub, tmp_path):
     pulled = run("pull", "tester/cli", tmp_path / "out", *layout, "--revision", "next")
     assert pulled.returncode == 0, pulled.stderr
     assert Checkpoint(tmp_path / "out").omitted and " of " in pulled.stdout
+    (tmp_path / "layout.yaml").write_text("tp_size: 2\npp_size: 2\n")
+    config = ("--config", tmp_path / "layout.yaml")
+    for words, message in (
+        ((*layout, *config), "exclude each other. Pass one of them."),
+        (("--layout", "tp2+pp2+cp2"), "cp_size is not used here. Set tp_size, pp_size, dp_size, zero_stage only."),
+    ):
+        result = CliRunner().invoke(app, ["pull", "tester/cli", str(tmp_path / "other"), *map(str, words)])
+        assert result.exit_code == 2 and message in " ".join(result.output.split())
+    pulled = run("pull", "tester/cli", tmp_path / "other", "--ranks", "0-1", *config, "--revision", "next")
+    assert pulled.returncode == 0, pulled.stderr
+    assert Checkpoint(tmp_path / "other").omitted == Checkpoint(tmp_path / "out").omitted
 
 
 def test_documented_commands(environment, sharded, on_hub, tmp_path):
