@@ -105,6 +105,8 @@ _EDITS = (
         for name in ("clamp", "clamp_min", "clamp_max", "sqrt", "rsqrt", "reciprocal")
     ),
     _aten.pow_.Scalar,
+    # Every rank's term would become the value.
+    _aten.fill_.Scalar,
 )
 _EDITS_OF_LISTS = tuple(
     getattr(getattr(_aten, name), overload)
@@ -136,6 +138,9 @@ def _view(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
                 "axes, while autograd records. Call the weight's own flatten(), view() or reshape()."
             )
         return _stock(func, args, kwargs)
+    # An edit of a view of one rank's terms would not be an edit of the sum, and slices copy the terms.
+    if any(placement.is_partial() for placement in tensor.placements):
+        all_reduce_partial_(tensor)
     if func in _OF_A_DIM:
         place, default = _OF_A_DIM[func]
         dim = args[place] if len(args) > place else kwargs.get("dim", default)

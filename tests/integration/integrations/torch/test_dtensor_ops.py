@@ -88,3 +88,37 @@ def test_methods_flatten_weights_that_two_axes_shard(source):
     expected = pytest.approx(add_squares(source, None), rel=1e-4)
     layout = MegatronConfig(tp_size=2, dp_size=2, zero_stage=3)
     assert run_ranks(add_squares, 4, source, layout) == [expected] * 4
+
+
+def set_first(sums):
+    sums[0] = 1.0
+
+
+EDITS = {
+    "fill": lambda sums: sums.fill_(2.0),
+    "entry": set_first,
+    "slice filled": lambda sums: sums[:2].fill_(5.0),
+    "slice scaled": lambda sums: sums[:2].mul_(2),
+    "slice shifted": lambda sums: sums[1:3].add_(1.0),
+    "flattened": lambda sums: sums.view(-1)[1:].sub_(3.0),
+}
+
+
+def edit_sums(source, layout):
+    """Returns sums of a weight over each dim, edited in place; with tensor parallelism one of them is a partial sum."""
+    model = AutoModelForCausalLM.from_pretrained(source, **({} if layout is None else {"megatron_config": layout}))
+    weight, results = model.transformer.h[0].mlp.c_fc.weight.detach(), []
+    for dim in (0, 1):
+        for edit in EDITS.values():
+            sums = weight.sum(dim)
+            edit(sums)
+            results.append(sums.full_tensor() if hasattr(sums, "full_tensor") else sums)
+    return results
+
+
+@pytest.mark.parametrize("layout", [MegatronConfig(tp_size=2), MegatronConfig(tp_size=2, dp_size=2, zero_stage=3)])
+def test_edited_sums_match_single_process(source, layout):
+    expected = edit_sums(source, None)
+    for results in run_ranks(edit_sums, layout.tp_size * (layout.dp_size or 1), source, layout):
+        for (dim, name), one, other in zip(((d, n) for d in (0, 1) for n in EDITS), results, expected, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-4, msg=f"{name} of the sum over dim {dim}")
