@@ -44,7 +44,7 @@ def test_training_emits_no_warnings(text):
     assert run_ranks(collect_warnings, 2, LAYOUTS[text]) == [[], []]
 
 
-@pytest.mark.parametrize("command", [["plan", "llama", "--gpus", "8"], ["dry-run", "llama", "--help"]])
+@pytest.mark.parametrize("command", [["plan", "llama", "--num-gpus", "8"], ["dry-run", "llama", "--help"]])
 def test_commands_emit_no_warnings(command):
     result = subprocess.run(
         [sys.executable, "-m", "hf_megatron.cli", *command], capture_output=True, text=True, check=False
