@@ -69,7 +69,9 @@ def test_accelerator_is_created_after_the_model_or_with_a_plugin(stories):
 def test_accelerator_and_model_get_the_same_config(stories):
     def on_rank():
         accelerator = Accelerator(cpu=True, megatron_lm_plugin=MegatronPlugin(TP2))
-        with pytest.raises(ConfigError, match="Pass the same MegatronConfig to both, or create it after the model in a"):
+        with pytest.raises(
+            ConfigError, match="Pass the same MegatronConfig to both, or create it after the model in a"
+        ):
             accelerator.prepare(load_model(stories, DP2))
         return measure_prepared(accelerator, load_model(stories, TP2))
 

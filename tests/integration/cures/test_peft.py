@@ -1,14 +1,14 @@
 """Tests that follow the cures of errors with PEFT adapters."""
 
-import functools
-
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, BitsAndBytesConfig
 
-from hf_megatron import MegatronConfig, UnsupportedError
+from hf_megatron import UnsupportedError
 from hf_megatron.core.fork_harness import run_ranks
+from hf_megatron.models.registry import REGISTRY, register_model, registered_types
+from hf_megatron.models.spec_helpers import family_spec
 from hf_megatron.models.verification_gate import ConfigUnderTest
 from hf_megatron.parallel_state import parallel_state
 from hf_megatron.testing.measure import _full, _gradients
@@ -16,7 +16,7 @@ from tests.helpers.dp_training import shard_batch
 from tests.helpers.shared_tiny_models import make_tiny_model
 from tests.helpers.single_steps import assert_step_matches
 from tests.helpers.training import make_batch, save_tiny
-from tests.integration.integrations.peft.test_injection import IDS, compute_logits
+from tests.integration.integrations.peft.test_injection import compute_logits
 
 # Quantization blocks align with the shards of two ranks.
 WIDE = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32}
@@ -91,7 +91,9 @@ def test_linear_with_gathered_output_is_no_dora_target():
     everything, supported = ["encoder.layers.0.self_attn.q_proj", "fc1"], ["fc1"]
 
     def on_rank():
-        message = "use_dora is not supported on .*q_proj.*Remove it from target_modules, or load the model with tp_size=1"
+        message = (
+            "use_dora is not supported on .*q_proj.*Remove it from target_modules, or load the model with tp_size=1"
+        )
         with pytest.raises(UnsupportedError, match=message):
             get_peft_model(source.load(megatron_config=TP2), lora(target_modules=everything, use_dora=True))
         return [
@@ -104,6 +106,34 @@ def test_linear_with_gathered_output_is_no_dora_target():
     compare_adapters(on_rank, source.load, *configs, batch=batch)
 
 
+def make_dropout_spec(model):
+    """Returns a user's plan, in which the MLP is replicated and one of its linears draws random numbers."""
+    plan = {f"layers.*.self_attn.{name}_proj": "colwise" for name in "qkv"} | {
+        "embed_tokens": "embedding_rowwise",
+        "layers.*.self_attn.o_proj": "rowwise",
+        "layers.*.mlp.up_proj": "synced_dropout",
+    }
+    return family_spec(model, plan)
+
+
+def test_linear_of_another_style_is_no_target(tiny, monkeypatch):
+    registered_types()
+    monkeypatch.setitem(REGISTRY, "llama", None)
+    register_model("llama", make_dropout_spec, replace=True)
+    everything, supported = ["q_proj", "up_proj"], ["q_proj"]
+
+    def on_rank():
+        message = "'synced_dropout' modules are not .* Remove it from target_modules, or load the model with tp_size=1"
+        with pytest.raises(UnsupportedError, match=message):
+            get_peft_model(load(tiny, TP2), lora(target_modules=everything))
+        return [
+            train_adapter(load(tiny, layout), lora(target_modules=targets))
+            for layout, targets in ((TP2, supported), (DP2, everything))
+        ]
+
+    compare_adapters(on_rank, lambda: load(tiny), lora(target_modules=supported), lora(target_modules=everything))
+
+
 def test_quantized_base_is_dequantized_before_merging():
     settings = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
     source = make_tiny_model(CONFIG_MAPPING["llama"](), changes=WIDE)
@@ -113,7 +143,9 @@ def test_quantized_base_is_dequantized_before_merging():
         wrapped = get_peft_model(model, lora())
         if how == "dequantize":
             if parallel_state(model) is not None:
-                message = r"Use merge_and_unload\(\), or call get_base_model\(\)\.dequantize\(\) before merge_adapter\(\)"
+                message = (
+                    r"Use merge_and_unload\(\), or call get_base_model\(\)\.dequantize\(\) before merge_adapter\(\)"
+                )
                 with pytest.raises(UnsupportedError, match=message):
                     wrapped.merge_adapter()
             wrapped.get_base_model().dequantize()
@@ -123,7 +155,9 @@ def test_quantized_base_is_dequantized_before_merging():
         return compute_logits(wrapped)
 
     def on_rank(config):
-        return [merge(load(source.directory, config, quantization_config=settings), how) for how in ("dequantize", "unload")]
+        return [
+            merge(load(source.directory, config, quantization_config=settings), how) for how in ("dequantize", "unload")
+        ]
 
     merged, unloaded = run_ranks(on_rank, 2, TP2)[0]
     torch.testing.assert_close(merged, unloaded, rtol=2e-5, atol=2e-5)
@@ -166,7 +200,10 @@ def test_sharded_weights_are_target_modules(tiny):
         model = load(tiny, TP2)
         with pytest.raises(UnsupportedError, match="Use target_modules instead, or load the model with tp_size=1"):
             get_peft_model(model, lora(**parameters))
-        return [train_adapter(model, lora(target_modules=["q_proj"])), train_adapter(load(tiny, DP2), lora(**parameters))]
+        return [
+            train_adapter(model, lora(target_modules=["q_proj"])),
+            train_adapter(load(tiny, DP2), lora(**parameters)),
+        ]
 
     compare_adapters(on_rank, lambda: load(tiny), lora(target_modules=["q_proj"]), lora(**parameters))
 

@@ -29,7 +29,11 @@ def train(trainer):
 
 
 CALLBACKS = {
-    "replicas": (lambda folder: ReplicaCallback(1), DP2, "Load the model with megatron_config=, or remove the callback"),
+    "replicas": (
+        lambda folder: ReplicaCallback(1),
+        DP2,
+        "Load the model with megatron_config=, or remove the callback",
+    ),
     "run": (
         lambda folder: RunCallback(folder / "run", memory_step=None, trace_step=None),
         DP2,

@@ -134,7 +134,11 @@ def test_conv1d_model_is_not_quantized(tmp_path):
 
 
 def test_quantized_checkpoint_is_replaced_by_its_source(tmp_path):
-    source, settings, batch = make_wide(), BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4"), make_batch(0)
+    source, settings, batch = (
+        make_wide(),
+        BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4"),
+        make_batch(0),
+    )
     load(source.directory, quantization_config=settings).save_pretrained(tmp_path)
 
     def on_rank():
@@ -148,14 +152,20 @@ def test_quantized_checkpoint_is_replaced_by_its_source(tmp_path):
 
 
 def test_quantized_model_is_saved_as_adapter_or_dense_weights(tmp_path):
-    source, settings, batch = make_wide(), BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4"), make_batch(0)
+    source, settings, batch = (
+        make_wide(),
+        BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4"),
+        make_batch(0),
+    )
 
     def make(config):
         torch.manual_seed(0)
         return get_peft_model(load(source.directory, config, quantization_config=settings), lora()).eval()
 
     def on_rank():
-        message = r"Save the adapter \(PeftModel.save_pretrained\), or save the weights after model.dequantize\(\) or merge"
+        message = (
+            r"Save the adapter \(PeftModel.save_pretrained\), or save the weights after model.dequantize\(\) or merge"
+        )
         model = load(source.directory, TP2, quantization_config=settings)
         with pytest.raises(UnsupportedError, match=message):
             model.save_pretrained(tmp_path / "base")

@@ -68,7 +68,9 @@ def test_global_batch_loss_gets_another_adapter(stories, tmp_path):
 
 
 def test_global_batch_loss_is_computed_by_dpo_trainer(stories, tmp_path):
-    message = "OwnLoss, loss_type = 'aot' .*Use DPOTrainer's _compute_loss, dp_size=1 .with tp_size or pp_size., or another"
+    message = (
+        "OwnLoss, loss_type = 'aot' .*Use DPOTrainer's _compute_loss, dp_size=1 .with tp_size or pp_size., or another"
+    )
     train_dpo(stories, tmp_path, "dp2", message, OwnLoss, loss_type="aot")
     compare_dpo(stories, tmp_path, "dp2", loss_type="aot")
 

@@ -290,7 +290,9 @@ def train_epoch(stories, folder, layout, rows, drops=True):
 
 def test_incomplete_batches_are_rejected_or_dropped(stories, tmp_path):
     layout, count = get_layout_and_ranks("dp2")
-    numbers = "or train on a number of samples that is a multiple of per_device_train_batch_size times the data-parallel"
+    numbers = (
+        "or train on a number of samples that is a multiple of per_device_train_batch_size times the data-parallel"
+    )
 
     def on_rank():
         with pytest.raises(UnsupportedError, match=f"repeated samples, .* Set dataloader_drop_last=True, {numbers}"):

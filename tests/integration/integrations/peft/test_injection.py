@@ -505,7 +505,10 @@ def test_single_process_resumes_and_stock_raises(source, trained_once, tmp_path)
     command = [sys.executable, "-c", STOCK, str(source), str(tmp_path / "stock"), str(tmp_path / "checkpoint-2")]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     assert result.returncode != 0 and "Weights only load failed" in result.stderr
-    assert "Run `import hf_megatron` before you create the Trainer." in (tmp_path / "checkpoint-2" / "optimizer.pt").read_text()
+    assert (
+        "Run `import hf_megatron` before you create the Trainer."
+        in (tmp_path / "checkpoint-2" / "optimizer.pt").read_text()
+    )
 
 
 def train_prompts(layout, source, folder, resume=None):

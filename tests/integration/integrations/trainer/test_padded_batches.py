@@ -17,7 +17,6 @@ from transformers import (
     T5ForConditionalGeneration,
     Trainer,
     TrainingArguments,
-    set_seed,
     default_data_collator,
     set_seed,
 )
