@@ -154,7 +154,7 @@ def as_table(shares: Sequence[TraceShares]) -> str:
     total = sum(one.step for one in shares)
     hidden = {axis: sum(one.hidden[axis] for one in shares) / total for axis in axes}
     if any(hidden.values()):
-        lines.append("beside computing: " + ", ".join(f"{axis} {part:.1%}" for axis, part in hidden.items()))
+        lines.append("overlapped with computation: " + ", ".join(f"{axis} {part:.1%}" for axis, part in hidden.items()))
     return "\n".join(lines)
 
 

@@ -71,8 +71,8 @@ def _samples_on_all_ranks(tensor: Tensor, group: Any) -> int:
     if len(set(rows)) > 1:
         raise UnsupportedError(
             f"gather_across_devices=True needs the same batch size on all data-parallel ranks, got {rows}. Set "
-            "dataloader_drop_last=True, or train on a number of samples that is a multiple of "
-            "per_device_train_batch_size times the data-parallel ranks."
+            "drop_last=True in the DataLoader (dataloader_drop_last=True in Trainer's arguments), or train on a number "
+            "of samples that is a multiple of the batch size times the data-parallel ranks."
         )
     return sum(rows)
 

@@ -102,7 +102,7 @@ def _trained(job: Job) -> str:
     """Returns a description of partial training and of packing; empty for full training on unpacked sequences."""
     said, training = "", job.training
     if training.lora_rank:
-        said += f", LoRA of rank {training.lora_rank} beside a frozen base"
+        said += f", LoRA of rank {training.lora_rank} with a frozen base"
     if training.quantized is not None:
         said += f" in {training.quantized}"
     if training.frozen:

@@ -62,7 +62,7 @@ def as_text(ranks: Sequence[PredictedRank], layout: MegatronConfig, device_gib: 
     fullest = max(ranks, key=lambda found: found.peak.size)
     if device_gib is not None:
         judgment = "fits" if fullest.peak.size <= device_gib * _GIB else "does not fit"
-        lines.append(f"{judgment} in {device_gib:g} GiB, without what NCCL, cuBLAS and the allocator take beside it")
+        lines.append(f"{judgment} in {device_gib:g} GiB, without the memory of NCCL, cuBLAS and the allocator")
     lines.append(f"\npipeline rank {fullest.pipeline_rank} communicates in a step, in GiB of the largest tensors")
     for (group, operation), (calls, size) in sorted(fullest.collectives.items(), key=lambda item: -item[1][1]):
         lines.append(f"  {group.removeprefix('mesh_'):18} {operation:28} {calls:7} calls {size / _GIB:10.3f}")

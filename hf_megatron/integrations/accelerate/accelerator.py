@@ -153,7 +153,8 @@ def _require_fitting(self: Any, model: Any) -> None:
         raise ConfigError(
             "This Accelerator was created before the model was loaded with megatron_config, so it gives every rank "
             "different batches. Create it after the model, pass it megatron_lm_plugin=MegatronPlugin(...), or launch "
-            "with an accelerate YAML of type MEGATRON_LM."
+            "with an accelerate YAML of type MEGATRON_LM, in a new process, because Accelerate keeps the layout of the "
+            "first Accelerator."
         )
     _require_same_layout(self, state.config)
     if state.pipeline is not None and self.scaler is not None:
@@ -172,8 +173,8 @@ def _require_same_layout(accelerator: Any, config: MegatronConfig) -> None:
     if config.ranks_per_replica != ranks:
         raise ConfigError(
             f"The model was loaded with {config.ranks_per_replica} ranks per replica (tp_size x cp_size x pp_size), "
-            f"but this Accelerator was created for {ranks}. Create it after the model, or pass the same MegatronConfig "
-            "to both."
+            f"but this Accelerator was created for {ranks}. Pass the same MegatronConfig to both, or create it after "
+            "the model in a new process, because Accelerate keeps the layout of the first Accelerator."
         )
     plugin = getattr(accelerator, "_hf_megatron_plugin", None)
     loaded = config.to_dict()

@@ -20,16 +20,15 @@ def begin(original: Callable, self: Any) -> None:
     original(self)
     vars(self.gradient_state).pop(_ENDED, None)
     shard = None if data_parallel_group() is None else find_batch_shard(self)
-    if shard is None or shard.batch_size is None or type(shard.batch_sampler) is not BatchSampler:
+    if shard is None or shard.batch_size is None or shard.num_processes == 1:
         return
-    sampler = shard.batch_sampler.sampler
-    if shard.num_processes > 1 and isinstance(sampler, Sized):
+    is_plain = type(shard.batch_sampler) is BatchSampler and isinstance(shard.batch_sampler.sampler, Sized)
+    if shard.drop_last or (is_plain and not shard.even_batches):
+        # No sample is repeated, and ranks with their own batches stop together at the shortest.
+        self.remainder, self._hf_megatron_last = -1, (0, 1)
+    elif is_plain:
         size = samples_on_all_ranks(shard)
-        if shard.drop_last or not shard.even_batches:
-            # No sample is repeated, and ranks with their own batches stop together at the shortest.
-            self.remainder, self._hf_megatron_last = -1, (0, 1)
-        else:
-            self._hf_megatron_last = len(sampler) % size or size, size // shard.num_processes
+        self._hf_megatron_last = len(shard.batch_sampler.sampler) % size or size, size // shard.num_processes
 
 
 def end(original: Callable, self: Any) -> None:

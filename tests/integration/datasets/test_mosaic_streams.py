@@ -80,6 +80,10 @@ def test_resumed_runs_read_each_sample_once(tmp_path):
 
 def main(ranks, folder, layout, rows, accumulate, done, begun):
     folder = Path(folder)
+    if not int(begun):
+        message = f"Set replication={ranks}, the number of ranks: Trainer itself distributes the samples over"
+        with pytest.raises(DataError, match=message):
+            train(folder, folder / "out", LAYOUTS[layout], rows=1, steps=1, data=lambda: get_stream(folder, None))
     steps, rank, _ = train(
         folder, folder / "out", LAYOUTS[layout], rows=int(rows), accumulate=int(accumulate), steps=int(done) + 1,
         stop=int(done), resume=str(folder / "out" / f"checkpoint-{begun}") if int(begun) else None,

@@ -264,7 +264,8 @@ def train_after_an_error(folder, output):
         eval_strategy="steps", eval_steps=3,
     )  # fmt: skip
     endless = Trainer(model, arguments, default_data_collator, get_stream(folder), get_stream(folder))
-    with pytest.raises(DataError, match="Evaluation needs a finite SampleStream"):
+    message = "Evaluation needs a finite SampleStream .*Pass another SampleStream with passes=1"
+    with pytest.raises(DataError, match=message):
         endless.train()
     assert endless.state.global_step == 0
     stream = get_stream(folder, passes=1)
@@ -317,8 +318,14 @@ def test_resume_with_other_step_size_is_rejected(folder, tmp_path):
     resume_options = {"steps": 4, "stop": 4, "resume": str(tmp_path / "checkpoint-2")}
     ranks = run_ranks(train, 2, folder, tmp_path, {"dp_size": 2}, **run, **resume_options)
     assert [[row[0] for row in steps[3]] for steps, *_ in ranks] == [[8, 9], [10, 11]]
-    with pytest.raises(RankError, match="A step has 2 samples of the stream, but had 4"):
+    message = "A step has 2 samples of the stream, but had 4 .*Give Trainer a SampleStream of the data"
+    with pytest.raises(RankError, match=message):
         run_ranks(train, 2, folder, tmp_path, {"tp_size": 2}, **run, **resume_options)
+    run |= {"data": lambda: SampleStream(Numbers())}
+    run_ranks(train, 2, folder, tmp_path / "counted", {"dp_size": 2}, steps=3, stop=2, **run)
+    resume_options["resume"] = str(tmp_path / "counted" / "checkpoint-2")
+    ranks = run_ranks(train, 2, folder, tmp_path / "counted", {"tp_size": 2}, **run, **resume_options)
+    assert [[row[0] for row in steps[3]] for steps, *_ in ranks] == [[8, 9]] * 2
 
 
 def test_changed_stream_is_rejected(folder, tmp_path):
@@ -334,8 +341,11 @@ def test_changed_stream_is_rejected(folder, tmp_path):
 
 def test_ranks_with_different_samples_are_rejected(folder, tmp_path):
     unseeded = {"data": lambda: get_stream(folder, seed=None)}
-    with pytest.raises(RankError, match="ranks read different samples of the stream"):
+    message = "ranks read different samples of the stream. Give shuffling and sampling a fixed seed, and do not shard"
+    with pytest.raises(RankError, match=message):
         run_ranks(train, 2, folder, tmp_path, {"dp_size": 2}, rows=2, steps=2, **unseeded)
+    for _, _, losses in run_ranks(train, 2, folder, tmp_path, {"dp_size": 2}, rows=2, steps=2):
+        assert losses == pytest.approx(train_by_hand(folder, [4, 8]), abs=2e-4)
 
 
 class SmallBatchTrainer(Trainer):

@@ -2,6 +2,8 @@
 
 import pytest
 import torch
+from accelerate import Accelerator
+from accelerate.utils import DataLoaderConfiguration
 from datasets import Dataset
 from sentence_transformers import (
     SentenceTransformer,
@@ -17,6 +19,7 @@ from sentence_transformers.sentence_transformer.losses import (
     MultipleNegativesRankingLoss,
 )
 from sentence_transformers.sentence_transformer.modules import Dense, Pooling, Transformer
+from torch.utils.data import DataLoader
 from transformers import TrainerCallback
 
 from hf_megatron import UnsupportedError
@@ -254,30 +257,81 @@ def test_unsupported_setups_are_rejected(stories, tmp_path):
     layout, count = get_layout_and_ranks("dp2")
 
     def on_rank():
-        uneven = make_trainer(stories, tmp_path, layout, rows=44, dataloader_drop_last=False, eval_strategy="no")
-        with pytest.raises(UnsupportedError, match="dataloader_drop_last=True"):
-            uneven.train()
         compared = make_trainer(stories, tmp_path, layout, eval_strategy="no")
         compared.loss = MatryoshkaLoss(compared.model, CoSENTLoss(compared.model), [32, 16])
-        with pytest.raises(UnsupportedError, match="CoSENTLoss .* compares the samples"):
+        message = "CoSENTLoss .* compares the samples .* Use dp_size=1, or a loss with gather_across_devices=True"
+        with pytest.raises(UnsupportedError, match=message):
             compared.train()
         model = make_embedder(stories, layout, Dense(64, 16))
         with pytest.raises(
             UnsupportedError, match=r"SentenceTransformer: it contains a parallelized \w+ and weights .*\(2\."
         ):
-            SentenceTransformerTrainer(model, uneven.args, train_dataset=pairs(8), loss=CosineSimilarityLoss(model))
+            SentenceTransformerTrainer(model, compared.args, train_dataset=pairs(8), loss=CosineSimilarityLoss(model))
+        # A loss with `gather_across_devices=True`.
+        return train_epoch(stories, tmp_path, layout, 40)
 
-    run_ranks(on_rank, count, timeout=200)
+    [expected] = run_ranks(train_epoch, 1, stories, tmp_path, None, 40)
+    for log in run_ranks(on_rank, count, timeout=200):
+        for entry, other in zip(log, expected, strict=True):
+            assert entry == pytest.approx(other, rel=1e-3)
 
 
-def test_unequal_batch_sizes_across_ranks_are_rejected():
+# One epoch of five steps.
+EPOCH = {"num_train_epochs": 1, "max_steps": -1, "eval_strategy": "no"}
+
+
+def train_epoch(stories, folder, layout, rows, drops=True):
+    trainer = make_trainer(stories, folder, layout, rows=rows, **EPOCH)
+    # In a job with several ranks, sentence-transformers sets it to True, whatever the arguments say.
+    trainer.args.dataloader_drop_last = drops
+    trainer.train()
+    return read_log(trainer)[:-1]
+
+
+def test_incomplete_batches_are_rejected_or_dropped(stories, tmp_path):
+    layout, count = get_layout_and_ranks("dp2")
+    numbers = (
+        "or train on a number of samples that is a multiple of per_device_train_batch_size times the data-parallel"
+    )
+
     def on_rank():
-        from accelerate import Accelerator
+        with pytest.raises(UnsupportedError, match=f"repeated samples, .* Set dataloader_drop_last=True, {numbers}"):
+            train_epoch(stories, tmp_path, layout, 44, drops=False)
+        return [train_epoch(stories, tmp_path, layout, *given) for given in ((44,), (40, False))]
 
-        from hf_megatron import MegatronPlugin
+    expected = run_ranks(lambda: [train_epoch(stories, tmp_path, None, rows) for rows in (44, 40)], 1)[0]
+    for logs in run_ranks(on_rank, count, timeout=200):
+        for log, alone in zip(logs, expected, strict=True):
+            assert len(log) == 5
+            for entry, other in zip(log, alone, strict=True):
+                assert entry == pytest.approx(other, rel=1e-3)
 
-        accelerator = Accelerator(cpu=True, megatron_lm_plugin=MegatronPlugin(dp_size=2))
-        with pytest.raises(UnsupportedError, match=r"same batch size .* got \[3, 4\]"):
-            replaced.gather_embeddings(lambda *_: None, torch.zeros(3 + accelerator.process_index, 2))
 
-    run_ranks(on_rank, 2)
+def train_by_hand(stories, layout, rows, drops):
+    """Returns the losses of an Accelerate loop over all batches."""
+    model = make_embedder(stories, layout)
+    loss_of = MultipleNegativesRankingLoss(model, gather_across_devices=layout is not None)
+    accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(even_batches=False))
+    loader = DataLoader(list(pairs(rows)), 8 if layout is None else 4, drop_last=drops, collate_fn=list)
+    module, loader = accelerator.prepare(model, loader)
+    losses = []
+    for batch in loader:
+        texts = [[row[name] for row in batch] for name in ("anchor", "positive")]
+        loss = loss_of([module.tokenize(each) for each in texts], None)
+        losses.append(accelerator.gather(loss.detach()).mean().item())
+    return losses
+
+
+def test_unequal_batch_sizes_across_ranks_are_rejected(stories):
+    layout, count = get_layout_and_ranks("dp2")
+
+    def on_rank():
+        message = r"same batch size .* got \[4, 2\]. Set drop_last=True in the DataLoader .*, or train on a number"
+        with pytest.raises(UnsupportedError, match=message):
+            train_by_hand(stories, layout, 14, drops=False)
+        return train_by_hand(stories, layout, 14, drops=True), train_by_hand(stories, layout, 16, drops=False)
+
+    expected = [train_by_hand(stories, None, *given) for given in ((14, True), (16, False))]
+    for results in run_ranks(on_rank, count):
+        for losses, alone in zip(results, expected, strict=True):
+            assert losses == pytest.approx(alone, rel=1e-4)

@@ -409,7 +409,7 @@ def test_command_searches_and_prints_shardings(tmp_path):
     shardings = runner.invoke(app, ["show", str(tmp_path / "model"), "--layout", "tp4"])
     assert shardings.exit_code == 0 and "split dim 0 over tp" in shardings.output
     wrong = runner.invoke(app, ["plan", str(tmp_path / "model"), "--json"])
-    assert wrong.exit_code == 2 and "--json is only valid for a search: pass --gpus" in wrong.output
+    assert wrong.exit_code == 2 and "Missing option '--num-gpus'" in wrong.output
     unknown = runner.invoke(app, ["plan", str(tmp_path / "model"), "--num-gpus", "8", "--gpu", "h1000"])
     assert unknown.exit_code == 2 and "expected one of" in unknown.output
     arguments = ["--num-gpus", "4", "--seq-length", "256", "--global-batch-size", "16", "--json", "--layout", "tp1+cp1"]
@@ -433,7 +433,7 @@ def test_command_searches_and_prints_shardings(tmp_path):
         + ["--offload-optimizer", "--recompute", "none", "--layout", "tp1+cp1"],
     )
     assert lora.exit_code == 0, lora.output
-    assert "LoRA of rank 8 beside a frozen base in nf4, packed with documents of 64 tokens" in lora.output
+    assert "LoRA of rank 8 with a frozen base in nf4, packed with documents of 64 tokens" in lora.output
     assert MegatronConfig.from_yaml(tmp_path / "layout.yaml").tp_size == 1
 
 

@@ -248,7 +248,7 @@ def test_resume_with_changed_data_raises(prefix, tmp_path):
     state = json.loads((tmp_path / "checkpoint-2" / "trainer_state.json").read_text())
     del state["stateful_callbacks"]["SamplesCallback"]
     (tmp_path / "checkpoint-2" / "trainer_state.json").write_text(json.dumps(state))
-    with pytest.raises(DataError, match="does not record the consumed samples"):
+    with pytest.raises(DataError, match="Pass ignore_data_skip=True to start with the first sample"):
         train(prefix, tmp_path, None, **resume_options)
     steps, *_ = train(str(other), tmp_path, None, ignore_data_skip=True, stop=4, **resume_options)
     assert steps == {key: rows[0] for key, rows in list_megatron_samples(str(other), 0, [3, 4], 1, 4, 1).items()}
@@ -273,7 +273,7 @@ def test_reshuffling_is_rejected(prefix, tmp_path):
         model = AutoModelForCausalLM.from_config(LLAMA, megatron_config=MegatronConfig(tp_size=2))
         accelerator = Accelerator(cpu=True)
         _, loader = accelerator.prepare(model, DataLoader(dataset_of(prefix), 4, shuffle=True))
-        with pytest.raises(DataError, match="shuffles it again"):
+        with pytest.raises(DataError, match="shuffles it again. Create it with shuffle=False"):
             next(iter(loader))
         loader = accelerator.prepare(DataLoader(dataset_of(prefix), 4))
         return next(iter(loader))["input_ids"].tolist()
@@ -308,15 +308,21 @@ def test_double_label_shifts_are_rejected(prefix, tmp_path):
     }
     with pytest.raises(DataError, match="collator drops shift_labels"):
         trainer.train()
-    with pytest.raises(DataError, match="Subset wraps a dataset that defines its own sample order"):
+    with pytest.raises(DataError, match="Subset wraps .* Pass the dataset itself; to leave out samples, use Without"):
         make_stock_trainer(prefix, tmp_path, Subset(dataset_of(prefix), range(8))).train()
+    for dataset in (dataset_of(prefix), WithoutSamples(dataset_of(prefix), [(8, 48)])):
+        trainer, recorder = make_stock_trainer(prefix, tmp_path, dataset), SampleRecorder()
+        recorder.watch(trainer)
+        trainer.add_callback(recorder)
+        trainer.train()
+        assert recorder.steps == {1: [dataset[sample]["input_ids"].tolist() for sample in range(8)]}
 
 
 def test_prompt_tuning_with_shifted_labels_is_rejected(prefix, tmp_path):
     trainer = make_stock_trainer(prefix, tmp_path, dataset_of(prefix))
     adapter = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
     trainer.model = trainer.model_wrapped = peft.get_peft_model(trainer.model, adapter)
-    with pytest.raises(DataError, match="PROMPT_TUNING: PEFT extends labels by the prompt"):
+    with pytest.raises(DataError, match="PROMPT_TUNING: .* Use another adapter, such as LoRA or prefix tuning"):
         trainer.train()
     trainer = make_stock_trainer(prefix, tmp_path, dataset_of(prefix))
     adapter = peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
@@ -508,8 +514,12 @@ def test_batch_ramp_up_matches_single_process(prefix, tmp_path, layout):
 
 def test_invalid_batch_ramp_ups_are_rejected(prefix, tmp_path):
     grow = {"steps": 6, "ramp_up": RAMP_UP}
-    with pytest.raises(DataError, match="must be multiples of 4, .*, got 2"):
+    message = "must be multiples of 4, .*, got 2. Lower per_device_train_batch_size and raise gradient_accumulation"
+    with pytest.raises(DataError, match=message):
         train(prefix, tmp_path, None, rows=4, accumulate=2, **grow)
+    options = {"lr_scheduler_type": "constant", "max_grad_norm": 0.0}
+    *_, losses = train(prefix, tmp_path, None, rows=2, accumulate=4, **grow, **options)
+    assert losses == pytest.approx(train_by_hand(prefix, [RAMP_UP.after(steps) for steps in range(1, 7)]), abs=2e-4)
     with pytest.raises(DataError, match="does not match the batch size of 16 samples"):
         train(prefix, tmp_path, None, rows=2, accumulate=8, **grow)
     with pytest.raises(DataError, match="steps of growing size, which num_train_epochs cannot count"):
@@ -615,7 +625,7 @@ def test_losses_summed_over_microbatches_are_rejected(tmp_path, kind):
             continue
         run = [ranks_of(sizes), prefix, tmp_path / layout, sizes, kind]
         shutil.copytree(tmp_path / "model", tmp_path / layout / "model")
-        with pytest.raises(RankError, match="loss_is_scaled_for_ga"):
+        with pytest.raises(RankError, match="Set trainer.loss_is_scaled_for_ga = False, so that Trainer averages them"):
             run_ranks(train_masked, *run, **grow)
         [(_, means), *_] = run_ranks(train_masked, *run, **grow, is_scaled=False)
         assert max(means) < 1.6 * min(means)
@@ -686,7 +696,7 @@ def test_ramp_up_rejects_router_losses(prefix, tmp_path):
     )
     trainer.model = trainer.model_wrapped = AutoModelForCausalLM.from_config(config)
     trainer.train_dataset.ramp_up = RAMP_UP
-    with pytest.raises(DataError, match="router losses are summed over microbatches"):
+    with pytest.raises(DataError, match="router losses .* Set router_aux_loss_coef to 0, or keep the number"):
         trainer.train()
     config.router_aux_loss_coef = 0.0
     trainer.train()

@@ -382,14 +382,34 @@ def test_length_grouped_samples(stories, tmp_path, strategy, text):
 
 
 def test_model_init_is_rejected(stories, tmp_path):
-    def on_rank():
-        with pytest.raises(ConfigError, match="model_init"):
-            Trainer(
-                args=TrainingArguments(str(tmp_path), report_to=[], use_cpu=True),
-                model_init=lambda: AutoModelForCausalLM.from_pretrained(stories, megatron_config=layout("dp2")),
-            )
+    def on_rank(config_on_rank):
+        arguments = TrainingArguments(
+            str(tmp_path), report_to=[], use_cpu=True, max_steps=2, logging_steps=1, per_device_train_batch_size=2
+        )
 
-    run_ranks(on_rank, 2)
+        def model_init():
+            return AutoModelForCausalLM.from_pretrained(stories, megatron_config=config_on_rank)
+
+        data = {"train_dataset": rows(8, 0), "data_collator": default_data_collator}
+        if config_on_rank is not None:
+            # The first parallelized model of the process, such as a reference model, may not be loaded by Trainer.
+            reference = model_init()
+            message = r"Call set_seed\(args.seed\), then pass Trainer\(model=model_init\(\)\)"
+            with pytest.raises(ConfigError, match=message):
+                Trainer(args=arguments, model_init=model_init, **data)
+            set_seed(arguments.seed)
+            trainer = Trainer(model_init(), arguments, **data)
+            del reference
+        else:
+            arguments.per_device_train_batch_size = 4
+            trainer = Trainer(args=arguments, model_init=model_init, **data)
+        trainer.train()
+        return [(log["loss"], log["grad_norm"]) for log in trainer.state.log_history if "loss" in log]
+
+    [alone] = run_ranks(on_rank, 1, None)
+    assert len(alone) == 2
+    for log in run_ranks(on_rank, 2, layout("dp2")):
+        assert log == [pytest.approx(values, rel=1e-4) for values in alone]
 
 
 class UnsizedStream(torch.utils.data.IterableDataset):

@@ -3,10 +3,12 @@
 import random
 
 import pytest
+import torch
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
     DataCollatorForLanguageModeling,
+    DataCollatorForSeq2Seq,
     Trainer,
     TrainingArguments,
     default_data_collator,
@@ -110,8 +112,14 @@ def test_label_replacing_collators_are_rejected(stories, prefix, tmp_path):
         AutoModelForCausalLM.from_pretrained(stories),
         DataCollatorForLanguageModeling(tokenizer, mlm=False),
     )
-    with pytest.raises(DataError, match="DataCollatorForLanguageModeling replaces the labels"):
-        Trainer(model, arguments, collator, build_table(make_dataset(prefix))).train()
+    table = build_table(make_dataset(prefix))
+    with pytest.raises(DataError, match="LanguageModeling replaces .* Use DataCollatorForSeq2Seq or TRL's collator"):
+        Trainer(model, arguments, collator, table).train()
+    trainer = Trainer(model, arguments, DataCollatorForSeq2Seq(tokenizer), table)
+    batch = {name: torch.tensor(table[:8][name]) for name in ("input_ids", "labels")}
+    with torch.no_grad():
+        expected = model(**batch).loss.item()
+    assert trainer.train().training_loss == pytest.approx(expected, abs=1e-4)
 
 
 def test_table_labels_are_unshifted(prefix):

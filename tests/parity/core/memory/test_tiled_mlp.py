@@ -139,8 +139,12 @@ class OffloadedLayer(OffloadedInputs):
 
 
 def test_models_without_mlps_raise():
-    with pytest.raises(RankError, match="mlp_chunk_size = 8: the layers of OPTForCausalLM have no module"):
+    message = "mlp_chunk_size = 8: the layers of OPTForCausalLM have no .* Leave it out, or use recompute='full'"
+    with pytest.raises(RankError, match=message):
         check_tiny_model(get_tiny_model("opt"), ConfigUnderTest(tp_size=2, mlp_chunk_size=8))
+    for fields in ({}, {"recompute": "full"}):
+        comparison = check_tiny_model(get_tiny_model("opt"), ConfigUnderTest(tp_size=2, **fields))
+        assert comparison.passed, comparison.report()
 
 
 @pytest.mark.parametrize(
