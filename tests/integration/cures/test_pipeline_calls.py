@@ -7,19 +7,14 @@ import torch
 from torch import nn
 from transformers import (
     CONFIG_MAPPING,
-    AutoModelForCausalLM,
     DynamicCache,
     LlamaForCausalLM,
     LlamaForQuestionAnswering,
-    LlamaModel,
     MixtralForCausalLM,
 )
-from transformers.modeling_outputs import BaseModelOutputWithPast
-from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
-from hf_megatron import ConfigError, MegatronError, UnsupportedError, register_model
+from hf_megatron import ConfigError, MegatronError, UnsupportedError
 from hf_megatron.core.fork_harness import run_ranks
-from hf_megatron.models.infer import stated_or_inferred_spec
 from hf_megatron.models.verification_gate import ConfigUnderTest
 from hf_megatron.testing.tiny_model import draw_parameters
 from tests.helpers.same_step import require_same_step
@@ -131,9 +126,7 @@ def test_replaced_classes(tiny):
             model(**BATCH)
         single = load_single(tiny, HalvedLlama)
         require_same_step(load(tiny, HalvedLlama), single, BATCH)
-        require_same_step(
-            load(tiny), load_single(tiny), BATCH, lambda model, batch: model(**batch).loss / 2
-        )
+        require_same_step(load(tiny), load_single(tiny), BATCH, lambda model, batch: model(**batch).loss / 2)
 
     run_ranks(on_rank, 2)
 
@@ -162,7 +155,6 @@ def test_ties_changed_after_loading(tiny):
 
 def test_tensors_of_unknown_samples(tiny):
     """A tensor is left out, gets a batch dim, or the batch is not split."""
-    scale = torch.rand(4, 9)
 
     def on_rank():
         model, single = load(tiny, num_microbatches=2), load_single(tiny)

@@ -317,9 +317,9 @@ def evaluate(stories, output, config, evaluation_rows):
     if state is not None:
         broadcast = state.pipeline.runner.transport.broadcast
 
-        def count_and_broadcast(tensors, source):
-            received = broadcast(tensors, source)
-            sent.append(sum(tensor.numel() for tensor in received))
+        def count_and_broadcast(*args):
+            received = broadcast(*args)
+            sent.append(sum(tensor.numel() for tensor in received.tensors))
             return received
 
         state.pipeline.runner.transport.broadcast = count_and_broadcast
