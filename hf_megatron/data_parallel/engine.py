@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..compat.shared import Shared
@@ -192,13 +193,19 @@ class DataParallel(Shared):
     @leave_uncompiled
     def _reject_functions(self, parameters: list[nn.Parameter]) -> None:
         """Raises `UnsupportedError` if `torch.func` has replaced the parameters by other tensors."""
+        kind = type(self.model).__name__
+        if any(map(is_functional, parameters)) and dist.get_world_size() > 1:
+            raise UnsupportedError(
+                f"torch.func.grad or another transform of a {kind} on several ranks: neither its collectives nor the "
+                "reduction of its gradients run inside transforms. Call the model itself and loss.backward()."
+            )
         # Without a reducer, FSDP2 or a pipeline, functional parameters work as in a plain model.
         is_local = self.reducer is None and self._fsdp is None and self.state.cut is None
-        if not is_local and not all(parameter.is_leaf and not is_functional(parameter) for parameter in parameters):
+        if not is_local and not all(parameter.is_leaf for parameter in parameters):
             raise UnsupportedError(
-                f"torch.func.functional_call of a {type(self.model).__name__} is not supported with data parallelism "
-                "or pipeline stages: gradients of the tensors that replace its parameters are not reduced. Call the "
-                "model itself, or use tensor parallelism only."
+                f"torch.func.functional_call of a {kind} is not supported with data or context parallelism, or "
+                "pipeline stages: gradients of the tensors that replace its parameters are not reduced. Call the model "
+                "itself, or use tensor parallelism only."
             )
 
     @contextmanager

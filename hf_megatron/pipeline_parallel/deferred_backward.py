@@ -28,7 +28,7 @@ def run_forwards(pipeline: Pipeline, arguments: dict[str, Any]) -> PipelineOutpu
     Returns:
         loss, auxiliary loss and logits, identical on all ranks of the pipeline.
     """
-    state, trial_forward = pipeline.state, pipeline.trial_forward
+    state = pipeline.state
     targets, stages = target_names(arguments), pipeline.cut.boundary.stages
     decoder, parameters = pipeline.cut.layers.decoder, pipeline.signature.parameters
     cache = StagedCache.of_call(pipeline.model, arguments, parameters, stages, pipeline.runner.rank, decoder)
@@ -36,12 +36,15 @@ def run_forwards(pipeline: Pipeline, arguments: dict[str, Any]) -> PipelineOutpu
     # With `num_items_in_batch`, the caller multiplies the loss by the number of data-parallel ranks.
     ranks = state.mesh.dp_size if arguments.get("num_items_in_batch") is not None else 1
 
+    # Names of the outputs `[batch, ...]`, which only the last stage knows: no trial forward precedes cached calls.
+    names: list[str] = []
+
     def read(output: Any, span: slice) -> tuple[Tensor, ...]:
         share = (span.stop - span.start) / samples
         values: list[Tensor] = []
         if returns_logits:
             logits = read_sample_outputs(output, pipeline.model)
-            trial_forward.require_same(tuple(logits))
+            names[:] = logits
             values += logits.values()
         if targets:
             values.append(read_loss(output, pipeline.model, state.loss, arguments) * (share / ranks))
@@ -49,8 +52,7 @@ def run_forwards(pipeline: Pipeline, arguments: dict[str, Any]) -> PipelineOutpu
             values.append(output["aux_loss"] * share)
         return tuple(values)
 
-    values = list(values_of(pipeline, arguments, read, cache))
-    names = trial_forward.logits if returns_logits else ()
+    values = list(values_of(pipeline, arguments, read, cache, names))
     fields: dict[str, Any] = {name: values.pop(0) for name in names}
     # Only the last stage knows whether the model has an auxiliary loss.
     fields |= zip(("loss", "aux_loss"), values, strict=False)
@@ -71,8 +73,13 @@ def values_of(
     arguments: dict[str, Any],
     read: Callable[[Any, slice], tuple[Tensor, ...]],
     cache: StagedCache | None = None,
+    names: list[str] | None = None,
 ) -> tuple[Tensor, ...]:
-    """Returns the results of `read` for all microbatches, concatenated, on every rank; see `Pipeline.reading`."""
+    """Returns the results of `read` for all microbatches, concatenated, on every rank; see `Pipeline.reading`.
+
+    Args:
+        names (`list[str]`, *optional*): filled by `read` on the last stage, and here on the other ranks.
+    """
     runner = pipeline.runner
     inputs = TrainedInputs(arguments, pipeline.state.mesh.host_group("pp"))
     plan = pipeline.batches.prepare(
@@ -89,7 +96,10 @@ def values_of(
     columns = zip(*execution.results, strict=True)
     values = tuple(torch.cat(column) if column[0].dim() else torch.stack(column).sum() for column in columns)
     # [batch, ...] or scalars, from the last stage's rank to all ranks of the pipeline.
-    values = runner.transport.broadcast(values, runner.last_rank)
+    message = runner.transport.broadcast(values, runner.last_rank, " ".join(names or ()))
+    values = message.tensors
+    if names is not None:
+        names[:] = message.layout.split()
     if torch.is_grad_enabled():
         backward = DeferredBackward(pipeline, execution, inputs)
         values = with_backward(backward, values, inputs.tensors, backward.store.parameters)

@@ -72,7 +72,7 @@ def _encode(pipeline: Pipeline, forward: Callable[..., Any], arguments: dict[str
     transport.forget([_KIND])
     # [batch, sequence, hidden], from the rank of the encoder's last layer to all ranks of the pipeline.
     local: tuple[Tensor, ...] = (output.last_hidden_state,) if rank == rank_of[last] else ()
-    return BaseModelOutput(last_hidden_state=transport.broadcast(local, rank_of[last])[0])
+    return BaseModelOutput(last_hidden_state=transport.broadcast(local, rank_of[last]).tensors[0])
 
 
 def _full_call(pipeline: Pipeline, arguments: dict[str, Any]) -> dict[str, Any]:

@@ -202,7 +202,8 @@ class ScheduledGradients:
         if self.is_direct:
             error = ConfigError(
                 f"The loss received the gradient {scale}, but {self.seed} was announced and this step's gradients are "
-                "accumulated already. Set `pipeline.loss_scale.announced = None`."
+                "accumulated already. Set `get_parallel_state(model).pipeline.loss_scale.announced = None` and repeat "
+                "the step."
             )
             if isinstance(scale, Tensor):
                 # Checked later: reading the scale now would make the host wait for the device.

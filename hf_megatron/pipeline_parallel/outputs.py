@@ -117,8 +117,8 @@ class PipelineValues(torch.autograd.Function):
         """Returns the gradients of inputs and parameters from gradients of the values, `[batch, ...]` or scalars."""
         if torch.is_grad_enabled():
             raise UnsupportedError(
-                "create_graph=True: the gradients of a pipelined model cannot be differentiated again. Load it with "
-                "pp_size=1."
+                "create_graph=True: the gradients of a pipelined model cannot be differentiated again. Load it "
+                "without megatron_config."
             )
         anchor, weights = ctx.next_functions[0], ctx.next_functions[1 + ctx.values + ctx.inputs :]
         # `loss.backward()` reaches the anchor; `torch.autograd.grad` and `backward(inputs=...)` do not.

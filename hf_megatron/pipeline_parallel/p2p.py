@@ -139,18 +139,24 @@ class Transport:
         works = [work for tensor in tensors for work in self._start(dist.irecv, tensor, peer, tag)]
         return Arriving(tensors, works, layout)
 
-    def broadcast(self, tensors: tuple[Tensor, ...], source: int) -> tuple[Tensor, ...]:
-        """Broadcasts tensors of any shape from one rank of the group; the others pass none. Collective."""
+    def broadcast(self, tensors: tuple[Tensor, ...], source: int, layout: str = "") -> Message:
+        """Broadcasts a message, with tensors of any shape, from one rank of the group; collective.
+
+        Args:
+            tensors, layout: the message; ignored on the other ranks.
+            source (`int`): rank in the group.
+        """
         is_source = dist.get_rank(self.group) == source
-        header = encode(Message(tensors)) if is_source else torch.empty(_HEADER_SIZE, dtype=torch.int64)
+        header = encode(Message(tensors, layout)) if is_source else torch.empty(_HEADER_SIZE, dtype=torch.int64)
         header = header.to(self.device)
         # The header [4096] comes first, so that the other ranks can allocate the tensors.
         dist.broadcast(header, group=self.group, group_src=source)
         if not is_source:
-            tensors = tuple(torch.empty(shape, dtype=dtype, device=self.device) for shape, dtype in decode(header)[0])
+            shapes, layout = decode(header)
+            tensors = tuple(torch.empty(shape, dtype=dtype, device=self.device) for shape, dtype in shapes)
         for tensor in tensors:
             dist.broadcast(tensor, group=self.group, group_src=source)
-        return tensors
+        return Message(tensors, layout)
 
     def sum_with(self, tensor: Tensor, peer: int, tag: int) -> None:
         """Adds another rank's tensor, of any shape, in place; both ranks call it and get the same bits."""

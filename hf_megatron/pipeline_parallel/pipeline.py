@@ -122,8 +122,9 @@ class Pipeline(Shared):
         store = self.engine.gradients
         if self.engine.reducer is not None and store.has_user_hooks:
             raise UnsupportedError(
-                "Hooks on the gradients of parameters: with dp_size > 1 and zero_stage < 3 they would see this rank's "
-                "gradient of each microbatch before it is averaged. Remove them, or use dp_size=1."
+                "Hooks on the gradients of parameters: with dp_size or cp_size > 1 they would see this rank's gradient "
+                "of each microbatch before it is averaged. Remove them, and read or change `parameter.grad` between "
+                "backward() and step()."
             )
         return store
 
@@ -136,8 +137,11 @@ class Pipeline(Shared):
             is_direct (`bool`): whether the gradients were accumulated before the backward.
         """
         if not accumulates and (is_direct or (wants_weights and self.engine.reducer is not None)):
-            reason = "have been accumulated already" if is_direct else "are averaged over data-parallel ranks"
+            reason = (
+                "have been accumulated already. Call loss.backward(), or do not announce the scale of the loss."
+                if is_direct
+                else "are averaged over data-parallel ranks. Call loss.backward(), or use dp_size=1 and cp_size=1."
+            )
             raise UnsupportedError(
-                f"torch.autograd.grad, or backward(inputs=...), of a pipelined model's loss: its gradients {reason}. "
-                "Call loss.backward(), or use dp_size=1."
+                f"torch.autograd.grad, or backward(inputs=...), of a pipelined model's loss: its gradients {reason}"
             )

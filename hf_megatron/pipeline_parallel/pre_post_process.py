@@ -54,15 +54,14 @@ def find_siblings(model: Any, row: LayerSequence, spec: ModelSpec) -> list[str]:
     for prefix in dict.fromkeys(prefix for layers in row.lists for prefix, _ in _ancestors(layers)):
         ancestor = model.get_submodule(prefix)
         direct = [name for name, parameter in ancestor._parameters.items() if parameter is not None]
-        if not find_modality_encoders(model) and not {f"{prefix}.{name}" for name in direct} <= {
-            *spec.pp.before_layers
-        }:
+        names = [f"{prefix}.{name}" if prefix else name for name in direct]
+        if not find_modality_encoders(model) and not {*names} <= {*spec.pp.before_layers}:
             raise UnsupportedError(
-                f"{prefix or type(model).__name__} has parameters next to its layers ({', '.join(direct)}) that "
+                f"{prefix or type(model).__name__} has parameters next to its layers ({', '.join(names)}) that "
                 "belong to no pipeline stage. Load the model with pp_size=1, or list them in its family's "
                 "`before_layers`."
             )
-        siblings += [f"{prefix}.{name}" if prefix else name for name in direct]
+        siblings += names
     return siblings
 
 

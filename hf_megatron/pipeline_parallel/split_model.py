@@ -194,8 +194,7 @@ def cut(model: Any, spec: ModelSpec, config: MegatronConfig, axes: Axes) -> Mode
     if inside := [source for target, source in tied.items() if not _can_be_held(model, target, source, before)]:
         raise UnsupportedError(
             f"MegatronConfig.pp_size = {config.pp_size}: the head of {type(model).__name__} is tied to {inside[0]}, "
-            "which belongs to a module that only the first stage has. Load it with pp_size=1, or with "
-            "tie_word_embeddings=False."
+            "which belongs to a module that only the first stage has. Load it with pp_size=1."
         )
 
     # Layers: a mixin for on-stage ones, a placeholder for off-stage ones.

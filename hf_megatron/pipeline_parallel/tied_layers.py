@@ -19,7 +19,8 @@ def find_shared(model: Any, row: LayerSequence, stages: Stages, config: Megatron
     It includes all ties to such a weight, also within one rank.
 
     Raises:
-        UnsupportedError: if more than two ranks may share a weight, or FSDP2 shards it.
+        UnsupportedError: if more than two ranks may share a weight, FSDP2 shards it, or only some weights of its module
+            are shared.
     """
     ranks: dict[str, set[int]] = {}
     ties: dict[str, str] = {}
@@ -45,7 +46,25 @@ def find_shared(model: Any, row: LayerSequence, stages: Stages, config: Megatron
             f"MegatronConfig.pp_size = {config.pp_size} with zero_stage = 3: {target} of {type(model).__name__} is "
             f"tied to {source}, but FSDP2 would shard them as separate weights. Use zero_stage 1 or 2."
         )
+    for layer in row.names:
+        for part, shared in _list_shared_parts(layer, ties.values()).items():
+            module = f"{layer}.{part}"
+            weights = {f"{module}.{name}" for name, _ in model.get_submodule(module).named_parameters()}
+            if not weights <= shared:
+                raise UnsupportedError(
+                    f"MegatronConfig.pp_size > 1: {module} of {type(model).__name__} is shared by layers of "
+                    f"several stages, but {min(weights - shared)} in it is not. Load it with pp_size=1."
+                )
     return ties
+
+
+def _list_shared_parts(layer: str, sources: Collection[str]) -> dict[str, set[str]]:
+    """Returns the shared weights of a layer by the name of its submodule that contains them."""
+    parts: dict[str, set[str]] = {}
+    for source in sorted(sources):
+        if source.startswith(f"{layer}."):
+            parts.setdefault(source.removeprefix(f"{layer}.").partition(".")[0], set()).add(source)
+    return parts
 
 
 def hold_shared(model: nn.Module, row: LayerSequence, held: Mapping[str, nn.Module], sources: Collection[str]) -> None:
@@ -54,19 +73,9 @@ def hold_shared(model: nn.Module, row: LayerSequence, held: Mapping[str, nn.Modu
     Args:
         held (`Mapping[str, nn.Module]`): name -> off-stage layer that a placeholder has replaced.
         sources (`Collection[str]`): names of the shared weights.
-
-    Raises:
-        UnsupportedError: if only some weights of a module are shared.
     """
     for name, layer in held.items():
-        shared = {source.removeprefix(f"{name}.") for source in sources if source.startswith(f"{name}.")}
-        for part in dict.fromkeys(weight.partition(".")[0] for weight in sorted(shared)):
-            weights = {f"{part}.{weight}" for weight, _ in layer.get_submodule(part).named_parameters()}
-            if not weights <= shared:
-                raise UnsupportedError(
-                    f"MegatronConfig.pp_size > 1: {name}.{part} of {type(model).__name__} is shared by layers of "
-                    f"several stages, but {min(weights - shared)} in it is not. Load it with pp_size=1."
-                )
+        for part in _list_shared_parts(name, sources):
             untracked = model.get_submodule(name)
             assert isinstance(untracked, OffStageLayer)
             untracked.hold_real(part, layer.get_submodule(part))

@@ -97,14 +97,6 @@ class TrialForward(Shared):
         self.logits = next((names for _, names, *_ in of_ranks if names), self.logits)
         self._done.add(kind)
 
-    def require_same(self, logits: tuple[str, ...]) -> None:
-        """Raises `UnsupportedError` if the last stage returns other outputs than the trial forward found."""
-        if logits != self.logits:
-            raise UnsupportedError(
-                f"{type(self.model).__name__} returned {', '.join(logits)}, but {', '.join(self.logits)} are expected "
-                "from the last stage. Call it without a cache first, or load it with pp_size=1."
-            )
-
     @torch.no_grad()
     def _run_without_layers(self, arguments: dict[str, Any], *, is_read: bool) -> tuple[str, ...] | None:
         """Returns the names of the outputs `[batch, ...]` on the last stage's rank; `None` on other ranks."""

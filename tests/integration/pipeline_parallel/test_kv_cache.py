@@ -7,6 +7,7 @@ import pytest
 import torch
 from transformers import (
     AutoConfig,
+    AutoModel,
     AutoModelForCausalLM,
     DynamicCache,
     QuantizedCache,
@@ -316,9 +317,9 @@ def evaluate(stories, output, config, evaluation_rows):
     if state is not None:
         broadcast = state.pipeline.runner.transport.broadcast
 
-        def count_and_broadcast(tensors, source):
-            received = broadcast(tensors, source)
-            sent.append(sum(tensor.numel() for tensor in received))
+        def count_and_broadcast(*args):
+            received = broadcast(*args)
+            sent.append(sum(tensor.numel() for tensor in received.tensors))
             return received
 
         state.pipeline.runner.transport.broadcast = count_and_broadcast
@@ -377,3 +378,18 @@ def test_evaluation_matches_single_process(stories, tmp_path, layout):
             torch.testing.assert_close(actual, reference, rtol=0, atol=1e-3)
         # Only losses were broadcast, because no logits were requested.
         assert 0 < largest <= 3
+
+
+def test_first_call_of_base_model_has_a_cache(stories):
+    """No trial forward precedes it, so that only the last stage knows that the model returns hidden states."""
+    ids = make_prompts()["input_ids"]
+
+    def decode(**layout):
+        model = AutoModel.from_pretrained(stories, **layout).eval()
+        with torch.no_grad():
+            outputs = model(ids[:, :4], use_cache=True)
+            return model(ids[:, 4:], past_key_values=outputs.past_key_values).last_hidden_state
+
+    expected = decode()
+    for hidden_states in run_ranks(lambda: decode(megatron_config=PP2), 2):
+        torch.testing.assert_close(hidden_states, expected, rtol=1e-4, atol=1e-5)

@@ -132,10 +132,10 @@ def train(
     shapes = [()]
     original = Transport.broadcast
 
-    def broadcast(self, tensors, source):
-        tensors = original(self, tensors, source)
-        shapes.extend(tuple(tensor.shape) for tensor in tensors)
-        return tensors
+    def broadcast(self, *args):
+        message = original(self, *args)
+        shapes.extend(tuple(tensor.shape) for tensor in message.tensors)
+        return message
 
     Transport.broadcast = broadcast
     sizes = {name: DEFAULTS[name] // dp_size for name in DEFAULTS if name.startswith("per_device")}
