@@ -115,10 +115,14 @@ def render_support_summary(rows: Iterable[Mapping[str, Any]] | None = None) -> s
     default_rows = [row for row in (records() if rows is None else rows) if not row["changes"]]
     classes = {(row["model_type"], row["class"]) for row in default_rows}
     passed = Counter(_layout_key(row) for row in default_rows if row["passed"])
-    counts = ", ".join(f"{passed[column]} on {heading.replace(' ', '')}" for heading, column in COLUMNS.items())
+    compared = Counter(_layout_key(row) for row in default_rows)
+    counts = ", ".join(
+        f"{passed[column]} of {compared[column]} on {heading.replace(' ', '')}" for heading, column in COLUMNS.items()
+    )
     return (
         "Loss, every gradient and the weights after two optimizer steps were compared with a single process for "
-        f"{len(classes)} model classes: {counts} are equal, [all others raise](docs/supported_models.md).\n"
+        f"{len(classes)} model classes. Equal are {counts}. A kind of layout "
+        "without an equal result [raises](docs/supported_models.md).\n"
     )
 
 

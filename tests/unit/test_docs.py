@@ -2,6 +2,8 @@
 
 import importlib
 import re
+import runpy
+import shutil
 
 import pytest
 
@@ -85,3 +87,13 @@ def test_tables_are_narrow(page):
     for number, line in enumerate((ROOT / page).read_text(encoding="utf-8").splitlines(), 1):
         if re.fullmatch(r"\|[\s:|-]+\|", line):
             assert line.count("|") - 1 <= MAX_COLUMNS, f"{page}:{number}"
+
+
+@pytest.mark.parametrize("script", sorted((ROOT / "docs" / "pictures").glob("*.py")), ids=lambda script: script.stem)
+def test_pictures_are_up_to_date(script, tmp_path):
+    """Numbers in pictures are those in benchmarks/results."""
+    folder = tmp_path / "docs" / "pictures"
+    folder.mkdir(parents=True)
+    (tmp_path / "benchmarks").symlink_to(ROOT / "benchmarks")
+    runpy.run_path(str(shutil.copy(script, folder)), run_name="__main__")
+    assert (folder / f"{script.stem}.svg").read_text("utf-8") == script.with_suffix(".svg").read_text("utf-8")
