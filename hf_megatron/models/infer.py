@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from ..errors import PlanError
+from ..errors import PlanError, UnsupportedError
 from .block_patterns import find_blocks
 from .derive import derive_spec, has_layer_plan
 from .spec import ModelSpec, generic, module_name
@@ -94,9 +94,19 @@ def _parents(name: str, modules: Mapping[str, nn.Module]) -> Iterator[str]:
             yield parent
 
 
+def _get_input_embeddings(model: Any) -> nn.Module | None:
+    try:
+        return model.get_input_embeddings()
+    except NotImplementedError as error:
+        raise UnsupportedError(
+            f"{type(model).__name__} is not supported: it has no single input embedding (`get_input_embeddings` is not "
+            "implemented), such as models with a text and an image tower. Load it without megatron_config."
+        ) from error
+
+
 def _ends(model: Any) -> dict[str, str]:
     """Returns the plan of the output head and the embeddings; empty if the head is not a plain `nn.Linear`."""
-    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+    head, embedding = model.get_output_embeddings(), _get_input_embeddings(model)
     if type(head) is not nn.Linear:
         return {}
     head_name = module_name(model, head)

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 from huggingface_hub import ModelCard, ModelCardData
-from transformers import CONFIG_MAPPING
+from transformers import CONFIG_MAPPING, CLIPConfig, CLIPModel
 from typer.testing import CliRunner
 
 from hf_megatron import ConfigError, MegatronConfig, UnsupportedError
@@ -136,3 +136,21 @@ def test_unknown_license_is_named_as_other():
         check_card(ModelCard(f"---\n{data.to_yaml()}\n---\n"))
     data = ModelCardData(license="other", license_name="house-license")
     check_card(ModelCard(f"---\n{data.to_yaml()}\n---\n"))
+
+
+def test_models_of_two_towers(tmp_path):
+    """Loading without a layout."""
+    tower = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_hidden_layers": 2}
+    config = CLIPConfig(
+        text_config=tower | {"vocab_size": 99}, vision_config=tower | {"image_size": 16, "patch_size": 8}
+    )
+    CLIPModel(config).save_pretrained(tmp_path)
+
+    def on_rank():
+        with pytest.raises(UnsupportedError, match="CLIPModel is not supported: .*Load it without megatron_config."):
+            CLIPModel.from_pretrained(tmp_path, megatron_config=MegatronConfig(tp_size=2))
+        ids, pixels = torch.arange(6).view(1, 6), torch.ones(1, 3, 16, 16)
+        return CLIPModel.from_pretrained(tmp_path)(input_ids=ids, pixel_values=pixels).logits_per_text.item()
+
+    first, second = run_ranks(on_rank, 2)
+    assert first == second
