@@ -94,7 +94,7 @@ def _parents(name: str, modules: Mapping[str, nn.Module]) -> Iterator[str]:
             yield parent
 
 
-def _get_input_embeddings(model: Any) -> nn.Module | None:
+def _get_input_embeddings(model: Any) -> Any:
     try:
         return model.get_input_embeddings()
     except NotImplementedError as error:
