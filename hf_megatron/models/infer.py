@@ -100,7 +100,7 @@ def _get_input_embeddings(model: Any) -> Any:
     except NotImplementedError as error:
         raise UnsupportedError(
             f"{type(model).__name__} is not supported: it has no single input embedding (`get_input_embeddings` is not "
-            "implemented), such as models with a text and an image tower. Load it without megatron_config."
+            "implemented), such as models with separate text and image encoders. Load it without megatron_config."
         ) from error
 
 

@@ -138,7 +138,7 @@ def test_unknown_license_is_named_as_other():
     check_card(ModelCard(f"---\n{data.to_yaml()}\n---\n"))
 
 
-def test_models_of_two_towers(tmp_path):
+def test_models_with_two_encoders(tmp_path):
     """Loading without a layout."""
     tower = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_hidden_layers": 2}
     config = CLIPConfig(
