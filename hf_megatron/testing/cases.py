@@ -135,8 +135,8 @@ def default_task(config: PreTrainedConfig) -> str:
 
 def classifier_class(config: PreTrainedConfig) -> str | None:
     """Returns the class of a type whose only losses are those of classifiers, or `None` for other types."""
-    name: str | None = _CLASSIFIERS.get(default_task(config), {}).get(config.model_type)
-    return name
+    names = _CLASSIFIERS.get(default_task(config))
+    return None if names is None else names.get(config.model_type)
 
 
 def _get_text_class(config: PreTrainedConfig) -> str | None:
