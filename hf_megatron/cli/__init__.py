@@ -32,7 +32,7 @@ COMMANDS = (
     (PLANNING, "measure-device", env.measure_this_machine, "my_gpu.yaml --like h100"),
     (CHECKING, "check", check.check, "qwen3 --layout tp2,tp2+sp,pp2"),
     (CHECKING, "timeline", timeline.timeline, "llama --layout pp2+mb8 --schedule zbv --output timelines"),
-    (CHECKING, "new-family", check.new_family, "opt > hf_megatron/models/families/opt.py"),
+    (CHECKING, "new-family", check.new_family, "lilt > hf_megatron/models/families/lilt.py"),
     (CHECKPOINTS, "convert", conversion.convert, "meta-llama/Llama-3.1-8B llama-core --to megatron_core --layout tp8"),
     (CHECKPOINTS, "compare", conversion.compare, "meta-llama/Llama-3.1-8B llama-core"),
     (CHECKPOINTS, "merge", conversion.merge_checkpoint, "outputs/checkpoint-500 merged"),

@@ -235,12 +235,19 @@ def find_unsupported_reason(text: str) -> str | None:
     return reasons[0] if reasons else None
 
 
+_PEER_FAILED = "Connection closed by peer"
+
+
 def first_reason(text: str) -> str:
-    """Returns the last line of the first rank that failed with an error of this library, else of the first rank."""
+    """Returns the last line of the first rank that failed with an error of this library, else of the first rank.
+
+    A rank that lost the connection to its peer is named last: it reports where it waited, not what failed.
+    """
     ranks = [[line for line in rank.splitlines() if line.strip().strip("^~ ")] for rank in text.split("\nrank ")]
     last = [lines[-1].strip() for lines in ranks if lines]
     named = [line for line in last if line.startswith("hf_megatron.errors.")]
-    return (named or last)[0].removeprefix("hf_megatron.errors.")[:300]
+    own = [line for line in last if _PEER_FAILED not in line]
+    return (named or own or last)[0].removeprefix("hf_megatron.errors.")[:300]
 
 
 def set_rank_environment(rank: int, world_size: int) -> None:

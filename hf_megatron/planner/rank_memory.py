@@ -9,13 +9,12 @@ from dataclasses import dataclass
 from ..config import MegatronConfig
 from ..pipeline_parallel.layers_per_stage import stages_per_rank
 from ..pipeline_parallel.schedule_simulator import most_held
-from ..pipeline_parallel.schedules import assign_stage_ranks, computations, schedule
+from ..pipeline_parallel.schedules import assign_stage_ranks, computations, schedule, valid_microbatches
 from .unit_cost_cache import KeptUnit, UnitBook
 from .unit_costs import Runs
 from .unit_tracker import UnitFigures
 
 ACTIVATIONS, AT_WORK, GATHERED, DECODED = "activations", "at work", "gathered weights", "decoded weights"
-_ALL_FORWARDS_FIRST = ("gpipe", "looped_bfs")
 _GRADIENT, _IN_FLIGHT = 4, 2
 # Minimum entries of a gradient bucket, as in `default_capacity`.
 _BUCKET = 40_000_000
@@ -173,13 +172,23 @@ def _peak(units: Sequence[tuple[UnitFigures, int]]) -> int:
     return most
 
 
+@functools.lru_cache
+def _is_growing(name: str, ranks: int, per_rank: int) -> bool:
+    """Returns whether ranks keep more microbatches the more there are, beyond a full pipeline."""
+    sizes = dict.fromkeys(range(ranks * per_rank), 1)
+    full = valid_microbatches(name, ranks, per_rank, 2 * ranks * per_rank)
+    fuller = valid_microbatches(name, ranks, per_rank, 4 * ranks * per_rank)
+    held = [[most_held(order, sizes) for order in computations(name, ranks, per_rank, n)] for n in (full, fuller)]
+    return held[0] != held[1]
+
+
 @functools.lru_cache(maxsize=4096)
 def _held(name: str, ranks: int, per_rank: int, microbatches: int, kept: tuple[int, ...]) -> tuple[float, ...]:
     if ranks == 1:
         return (float(kept[0]),)
     # Beyond a full pipeline the number of in-flight microbatches stops growing, unless all forwards come first.
     most = 2 * ranks * per_rank + microbatches % ranks
-    if name not in _ALL_FORWARDS_FIRST and most < microbatches and schedule(name).runs(ranks, per_rank, most):
+    if most < microbatches and schedule(name).runs(ranks, per_rank, most) and not _is_growing(name, ranks, per_rank):
         return _held(name, ranks, per_rank, most, kept)
     sizes = dict(enumerate(kept))
     return tuple(most_held(order, sizes) for order in computations(name, ranks, per_rank, microbatches))

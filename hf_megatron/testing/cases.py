@@ -14,7 +14,9 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_MASKED_LM_MAPPING_NAMES,
     MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
     MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
     MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES,
+    MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES,
     MODEL_MAPPING_NAMES,
 )
 
@@ -33,12 +35,18 @@ _CLASS_TASKS = {
     "QuestionAnswering": "question_answering",
     "MaskedLM": "masked",
 }
+# Classes of types without a class that predicts tokens.
+_CLASSIFIERS = {
+    "token_classification": MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES,
+    "classification": MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
+}
 # Tasks of types without a causal class, in order of preference.
 _OTHER_CLASSES = {
     "masked": MODEL_FOR_MASKED_LM_MAPPING_NAMES,
     "seq2seq": MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
     "audio": MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
     "speech": MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES,
+    **_CLASSIFIERS,
 }
 
 
@@ -123,6 +131,12 @@ def default_task(config: PreTrainedConfig) -> str:
             if config.model_type in names:
                 return task
     return "causal"
+
+
+def classifier_class(config: PreTrainedConfig) -> str | None:
+    """Returns the class of a type whose only losses are those of classifiers, or `None` for other types."""
+    names = _CLASSIFIERS.get(default_task(config))
+    return None if names is None else names.get(config.model_type)
 
 
 def _get_text_class(config: PreTrainedConfig) -> str | None:

@@ -175,7 +175,9 @@ def _check_changed(
         )
         tiny_model = tiny_model if adapter is None else adapted(tiny_model, adapter)
     except UNBUILDABLE as error:
-        reason = f"its tiny model cannot be built: {type(error).__name__}: {error}"
+        # transformers lists every class that it has; a fork's error starts with its own type.
+        text = str(error).partition("\n")[0].removeprefix(f"{type(error).__name__}: ")
+        reason = f"its tiny model cannot be built: {type(error).__name__}: {text}"
         if not everything:
             raise ConfigError(f"{model}: {reason}") from error
     for layout in layouts:

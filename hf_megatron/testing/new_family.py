@@ -11,6 +11,7 @@ from ..models.infer import stated_or_inferred_spec
 from ..models.registry import REGISTRY, registered_spec
 from ..models.spec import generic
 from ..models.spec_helpers import base_prefix
+from .cases import classifier_class
 from .resolve_model import build_on_meta
 
 _HEADER = '''"""{model_type}: TODO what transformers' plan or the module names do not say."""
@@ -43,6 +44,8 @@ def make_family_skeleton(config: PreTrainedConfig) -> str:
     Raises:
         ConfigError: the type has a family file already, or no model can be built from the config.
     """
+    if not config.architectures and (classifier := classifier_class(config)):
+        config.architectures = [classifier]
     model, model_type = build_on_meta(config.model_type, config), config.model_type
     if registered_spec(model) is not None:
         builder = REGISTRY.get(model_type)

@@ -51,6 +51,11 @@ def test_skeleton_of_a_known_structure_lists_its_plan(monkeypatch):
     assert builder(model).tp.plan["model.layers.*.mlp.down_proj"] == "rowwise"
 
 
+def test_skeleton_of_a_type_with_classifiers_alone():
+    source = new_family.make_family_skeleton(CONFIG_MAPPING["lilt"]())
+    assert "# lilt.encoder.layer.*.output.dense: rowwise" in source
+
+
 def test_registered_type_is_rejected():
     result = CliRunner().invoke(app, ["new-family", "opt"])
     assert result.exit_code == 2 and "registered in hf_megatron/models/families/opt.py" in result.output

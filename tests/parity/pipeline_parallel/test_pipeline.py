@@ -18,7 +18,7 @@ from hf_megatron.core.fork_harness import run_ranks
 from hf_megatron.core.layouts import parse_layouts
 from hf_megatron.models.verification_gate import ConfigUnderTest
 from hf_megatron.parallelize import parallel_state
-from hf_megatron.pipeline_parallel.schedules import SCHEDULES
+from hf_megatron.pipeline_parallel.schedules import SCHEDULES, valid_microbatches
 from hf_megatron.testing.measure import Measurement, _full, _gradients, measure
 from hf_megatron.testing.parity import TinyModel, check_tiny_model
 from hf_megatron.testing.tiny_model import make_batch
@@ -71,8 +71,9 @@ def test_layouts_match_single_process(model_type, microbatches, layout):
 @pytest.mark.parametrize("schedule", sorted(SCHEDULES))
 def test_schedules_match_single_process(model_type, layout, batches, schedule):
     [config] = parse_layouts(layout)
-    # Five samples in five microbatches, which interleaved schedules do not support.
-    config = dataclasses.replace(config, pipeline_schedule=schedule, num_microbatches=4 if "int" in schedule else 5)
+    # Five samples in five microbatches, or in as many as the schedule supports.
+    count = valid_microbatches(schedule, config.pp_size, SCHEDULES[schedule].resolve(config.virtual_stages), 5)
+    config = dataclasses.replace(config, pipeline_schedule=schedule, num_microbatches=count)
     if is_unsupported_on_this_torch(config):
         with pytest.raises(RankError, match="needs torch 2.13"):
             check_tiny_model(_get_tiny_model(model_type, batches), config)

@@ -27,17 +27,18 @@ def test_all_tracebacks_are_shown():
     assert "broken on 0" in str(error.value) and "broken on 1" in str(error.value)
 
 
-def test_first_reason_prefers_library_errors():
+@pytest.mark.parametrize("kind", [UnsupportedError, ValueError])
+def test_first_reason_prefers_library_errors(kind):
     """A rank whose peer failed reports only a closed connection."""
 
     def fail():
         if dist.get_rank() == 1:
-            raise UnsupportedError("no such layout")
+            raise kind("no such layout")
         raise RuntimeError("Connection closed by peer")
 
     with pytest.raises(RankError) as error:
         run_ranks(fail, 2)
-    assert first_reason(str(error.value)) == "UnsupportedError: no such layout"
+    assert first_reason(str(error.value)) == f"{kind.__name__}: no such layout"
 
 
 def test_stuck_rank_is_killed_and_named():

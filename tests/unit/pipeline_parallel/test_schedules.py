@@ -24,7 +24,7 @@ from hf_megatron.pipeline_parallel.schedules import (
     valid_microbatches,
 )
 
-NAMES = ("gpipe", "1f1b", "interleaved_1f1b", "interleaved_zero_bubble", "zbv", "dualpipev", "looped_bfs")
+NAMES = tuple(SCHEDULES)
 TORCH_CLASSES = {
     "interleaved_1f1b": "ScheduleInterleaved1F1B",
     "interleaved_zero_bubble": "ScheduleInterleavedZeroBubble",
