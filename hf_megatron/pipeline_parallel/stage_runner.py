@@ -11,7 +11,7 @@ from ..compat.shared import Shared
 from ..core.communication.rng import MicrobatchStreams
 from ..data_parallel.fsdp import reshard
 from ..data_parallel.packed_sequences import POSITIONS
-from ..losses.batch_loss import Share
+from ..losses.batch_loss import LossDenominators
 from ..losses.inline_losses import with_known_targets
 from ..parallel_state import ParallelState
 from .batch_preparation import MicrobatchPlan
@@ -98,7 +98,7 @@ class StageRunner(Shared):
             self.state.call.span = spans[microbatch_idx]
             try:
                 with (
-                    self.state.loss.over(_loss_share(plan, microbatch_idx)),
+                    self.state.loss.with_denominators(_loss_denominators(plan, microbatch_idx)),
                     self.streams.of(boundary.stage, microbatch_idx),
                 ):
                     return self.forward(**arguments)
@@ -165,8 +165,8 @@ class StageRunner(Shared):
         }
 
 
-def _loss_share(plan: MicrobatchPlan, microbatch_idx: int) -> Share | None:
-    """Returns the share of the batch's loss that a microbatch computes."""
+def _loss_denominators(plan: MicrobatchPlan, microbatch_idx: int) -> LossDenominators | None:
+    """Returns the denominators of a microbatch's loss; `None` without a loss."""
     if plan.denominators is None:
         return None
     weight = plan.weights[microbatch_idx]
@@ -174,7 +174,7 @@ def _loss_share(plan: MicrobatchPlan, microbatch_idx: int) -> Share | None:
     # A repeated microbatch has weight 0 and no targets: any divisor but 0 will do.
     scale = weight or 1.0
     divisors = {name: value * scale for name, value in targets.items()}
-    return Share(divisors, samples * scale, plan.microbatches[microbatch_idx], weight > 0)
+    return LossDenominators(divisors, samples * scale, plan.microbatches[microbatch_idx], weight > 0)
 
 
 def default_loss_scale(device: torch.device) -> float:
