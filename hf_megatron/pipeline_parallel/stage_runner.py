@@ -27,8 +27,8 @@ from .trial_forward import autocast_dtype, quiet_autocast
 if TYPE_CHECKING:
     from ..core.spans import SpanRecorder
 
-# Length of a kind that is shared by all microbatches of equal shapes; longer kinds belong to one microbatch.
-_SHARED_KIND = 2
+# Length of a shape key that all microbatches of equal shapes have; longer keys belong to one microbatch.
+_SHARED_KEY_LENGTH = 2
 
 
 class StageRunner(Shared):
@@ -112,7 +112,7 @@ class StageRunner(Shared):
             autocast_dtype(self.state.mesh.device.type),
             self.cut.dtypes(self.model),
         )
-        kinds = [
+        shape_keys = [
             (settings, self.images.describe(microbatch), *self._distinguish(idx, microbatch, grows=grows))
             for idx, microbatch in enumerate(plan.microbatches)
         ]
@@ -121,7 +121,7 @@ class StageRunner(Shared):
             self.transport,
             forward,
             plan.microbatches,
-            kinds,
+            shape_keys,
             read,
             rank=self.rank,
             parameters=self._trainable_parameters(),
@@ -130,7 +130,7 @@ class StageRunner(Shared):
         )
 
     def _distinguish(self, microbatch_idx: int, microbatch: dict[str, Any], *, grows: bool) -> tuple[int, ...]:
-        """Returns an addition to the kind of a microbatch whose activations may differ in shape from its equals'.
+        """Returns an addition to the shape key of a microbatch whose activations may differ in shape from its equals'.
 
         They do if cp ranks hold different tokens of a padded or packed sequence, or if a cache that is sent grows.
         """
@@ -143,8 +143,8 @@ class StageRunner(Shared):
         self._calls += 1
         with quiet_autocast():
             execution.run(actions)
-        # Kinds of single microbatches never occur again.
-        self.transport.forget(kind for kind in execution.kinds if len(kind) > _SHARED_KIND)
+        # Keys of single microbatches never occur again.
+        self.transport.forget(key for key in execution.shape_keys if len(key) > _SHARED_KEY_LENGTH)
         # Modules before and after the layers stay unsharded during a schedule; see `fsdp.shard_weights`.
         if self.state.shards_weights:
             reshard(self.cut.ends(self.model))

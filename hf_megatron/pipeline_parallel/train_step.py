@@ -76,7 +76,7 @@ class TrainStep:
         self._reached = self.gradients.reached()
         [loss] = with_backward(self.backward, (self.losses[0],), inputs.tensors, self._reached)
         aux_loss = None
-        if pipeline.has_auxiliary_loss(self.losses[2], execution.kinds[0][:2]):
+        if pipeline.has_auxiliary_loss(self.losses[2], execution.shape_keys[0][:2]):
             aux_loss = reported("aux_loss", self.losses[1])
         unavailable = {name: UnavailableLogits() for name in pipeline.trial_forward.logits}
         return PipelineOutput(loss=loss, aux_loss=aux_loss, **unavailable)
