@@ -36,7 +36,7 @@ class FullSequenceBlock(Shared):
         self.stack, self.name = stack, name
         self.is_split = region is not None and region.stack is not None
         if region is not None:
-            region.own_tokens = self._take_own_tokens
+            region.select_tokens = self._take_own_tokens
 
     def install(self, block: nn.Module, hooks: ForwardHooks) -> None:
         self.names = tuple(inspect.signature(block.forward).parameters)
