@@ -33,13 +33,13 @@ class ContextGroups:
         heads (`ProcessGroup`, *optional*): neighbors that exchange heads for tokens by all-to-all.
         ring (`ProcessGroup`, *optional*): ranks that pass keys and values round a ring.
         gathers (`bool`): keys and values are all-gathered over the ring instead.
-        all (`ProcessGroup`, *optional*): all ranks that split the sequence.
+        cp_group (`ProcessGroup`, *optional*): all ranks that split the sequence.
     """
 
     heads: dist.ProcessGroup | None = None
     ring: dist.ProcessGroup | None = None
     gathers: bool = False
-    all: dist.ProcessGroup | None = None
+    cp_group: dist.ProcessGroup | None = None
 
     @property
     def head_ranks(self) -> int:
@@ -65,7 +65,7 @@ class ContextGroups:
 
 
 @dataclass(eq=False)
-class SharedSample:
+class TokenLayout:
     """Distribution of a sequence over the ranks, shared by all layers of a forward.
 
     Args:
@@ -107,17 +107,24 @@ class SharedSample:
         """Returns the full tensor that `own` has sliced; other tensors are returned as is."""
         return self._unsharded.get(id(part), part)
 
-    def blocks(self, mask: SequenceMask, other: int) -> list[MaskBlock]:
-        """Returns the attention blocks of this rank's queries and the keys of ring rank `other`."""
-        key = mask, other
+    def blocks(self, mask: SequenceMask, source_rank: int) -> list[MaskBlock]:
+        """Returns the attention blocks of this rank's queries and the keys of ring rank `source_rank`."""
+        key = mask, source_rank
         if key not in self._blocks:
-            keys = ((0, self.length),) if self.groups.gathers else self.ring.parts[other]
+            keys = ((0, self.length),) if self.groups.gathers else self.ring.parts[source_rank]
             self._blocks[key] = list(mask.blocks(self.ring.parts[self.groups.ring_rank], keys))
         return self._blocks[key]
 
 
 class _Attention(torch.autograd.Function):
-    """Attention of this rank's queries over the keys of a ring, `[batch, heads, local, width]` each."""
+    """Attention of this rank's queries over the keys of a ring; keys and values may have fewer heads (kv heads).
+
+    | scheme | queries | keys and values |
+    |---|---|---|
+    | p2p | `[batch, heads, local, width]` | `[batch, kv heads, local, width]` |
+    | a2a, a2a+p2p | `[batch, heads / ranks, tokens of the head group, width]` | the same with kv heads |
+    | all_gather | `[batch, heads, local, width]` | `[batch, kv heads, length, width]` |
+    """
 
     @staticmethod
     def forward(
@@ -126,7 +133,7 @@ class _Attention(torch.autograd.Function):
         k: Tensor,
         v: Tensor,
         sinks: Tensor | None,
-        row: SharedSample,
+        layout: TokenLayout,
         mask: SequenceMask,
         kernel: Kernel,
     ) -> Tensor:
@@ -135,8 +142,8 @@ class _Attention(torch.autograd.Function):
         out = q.new_zeros(q.shape, dtype=precise)
         lse = q.new_full(q.shape[:-1], -torch.inf, dtype=precise)
         # Each step merges one ring rank's keys and values into the running softmax.
-        for other, keys, values in _around(row, k, v):
-            kernel.add_forward(out, lse, q, keys, values, row.blocks(mask, other))
+        for source_rank, keys, values in _ring_steps(layout, k, v):
+            kernel.add_forward(out, lse, q, keys, values, layout.blocks(mask, source_rank))
         # A sink only enlarges the softmax denominator: rescale the output accordingly.
         if sinks is not None:
             with_sinks = torch.logaddexp(lse, sinks.to(precise).view(1, -1, 1))
@@ -144,24 +151,24 @@ class _Attention(torch.autograd.Function):
             lse = with_sinks
         result = out.to(q.dtype)
         ctx.save_for_backward(q, k, v, sinks, result, lse)
-        ctx.row, ctx.mask, ctx.kernel = row, mask, kernel
+        ctx.layout, ctx.mask, ctx.kernel = layout, mask, kernel
         return result
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, sinks, out, lse = ctx.saved_tensors
-        row, mask, kernel = ctx.row, ctx.mask, ctx.kernel
+        layout, mask, kernel = ctx.layout, ctx.mask, ctx.kernel
         gradient = gradient.contiguous()
         precise = lse.dtype
         dq = torch.zeros_like(q, dtype=precise)
         # dq stays local; dk and dv of each ring rank's keys travel round the ring to that rank.
-        travelling = _Travelling(row, k, v, precise)
-        for other, keys, values in _around(row, k, v):
+        ring_gradients = _RingGradients(layout, k, v, precise)
+        for source_rank, keys, values in _ring_steps(layout, k, v):
             dk, dv = torch.zeros_like(keys, dtype=precise), torch.zeros_like(values, dtype=precise)
-            kernel.add_backward((dq, dk, dv), gradient, q, keys, values, out, lse, row.blocks(mask, other))
-            travelling.add(other, dk, dv)
-        dk, dv = travelling.home()
+            kernel.add_backward((dq, dk, dv), gradient, q, keys, values, out, lse, layout.blocks(mask, source_rank))
+            ring_gradients.add(source_rank, dk, dv)
+        dk, dv = ring_gradients.result()
         dsinks = None
         if sinks is not None:
             # In float64: the sum over all queries has terms of both signs.
@@ -171,50 +178,49 @@ class _Attention(torch.autograd.Function):
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dsinks, None, None, None
 
 
-def _around(row: SharedSample, k: Tensor, v: Tensor) -> Any:
+def _ring_steps(layout: TokenLayout, k: Tensor, v: Tensor) -> Any:
     """Yields every ring rank with its keys and values, while the next rank's are being received."""
-    groups, rank = row.groups, row.groups.ring_rank
+    groups, rank = layout.groups, layout.groups.ring_rank
     ranks = 1 if groups.gathers else groups.ring_ranks
     # Keys and values travel as one flat tensor; the ranks may hold different numbers of tokens.
     flat: Tensor = torch.cat([k.reshape(-1), v.reshape(-1)]) if ranks > 1 else k
     for step in range(ranks):
         # At each step the tensor is sent to the next rank, so the keys come from ever earlier ranks.
-        other = (rank - step) % groups.ring_ranks
-        passing = None
+        source_rank = (rank - step) % groups.ring_ranks
+        next_rank = (source_rank - 1) % groups.ring_ranks
+        in_flight = None
         if step + 1 < ranks:
-            following = _numel(row, (other - 1) % groups.ring_ranks, k) + _numel(
-                row, (other - 1) % groups.ring_ranks, v
-            )
+            next_size = _numel(layout, next_rank, k) + _numel(layout, next_rank, v)
             assert groups.ring is not None
-            passing = Passing(flat, following, groups.ring)
-        yield other, k, v
-        if passing is not None:
-            flat = passing.wait()
-            k, v = _unpacked(row, (other - 1) % groups.ring_ranks, flat, k, v)
+            in_flight = Passing(flat, next_size, groups.ring)
+        yield source_rank, k, v
+        if in_flight is not None:
+            flat = in_flight.wait()
+            k, v = _unpacked(layout, next_rank, flat, k, v)
 
 
-def _numel(row: SharedSample, rank: int, like: Tensor) -> int:
-    return like.shape[0] * like.shape[1] * row.ring.sizes[rank] * like.shape[3]
+def _numel(layout: TokenLayout, rank: int, like: Tensor) -> int:
+    return like.shape[0] * like.shape[1] * layout.ring.sizes[rank] * like.shape[3]
 
 
-def _unpacked(row: SharedSample, rank: int, flat: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+def _unpacked(layout: TokenLayout, rank: int, flat: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """Unpacks a rank's keys and values `[batch, heads, local, width]` from the received flat tensor."""
-    held = row.ring.sizes[rank]
-    first = _numel(row, rank, k)
+    tokens = layout.ring.sizes[rank]
+    first = _numel(layout, rank, k)
     return (
-        flat[:first].view(*k.shape[:2], held, k.shape[3]),
-        flat[first:].view(*v.shape[:2], held, v.shape[3]),
+        flat[:first].view(*k.shape[:2], tokens, k.shape[3]),
+        flat[first:].view(*v.shape[:2], tokens, v.shape[3]),
     )
 
 
-class _Travelling:
+class _RingGradients:
     """Gradients of keys and values, which follow them round the ring and end on the rank that owns the keys."""
 
-    def __init__(self, row: SharedSample, k: Tensor, v: Tensor, dtype: torch.dtype):
-        self.row, self.k, self.v, self.dtype = row, k, v, dtype
+    def __init__(self, layout: TokenLayout, k: Tensor, v: Tensor, dtype: torch.dtype):
+        self.layout, self.k, self.v, self.dtype = layout, k, v, dtype
         self.own: tuple[Tensor, Tensor] | None = None
-        self.passing: Passing | None = None
-        self.ranks = 1 if row.groups.gathers else row.groups.ring_ranks
+        self.in_flight: Passing | None = None
+        self.ranks = 1 if layout.groups.gathers else layout.groups.ring_ranks
 
     def add(self, rank: int, dk: Tensor, dv: Tensor) -> None:
         """Adds this rank's contribution to the gradients of a ring rank's keys and values, and sends them on."""
@@ -223,40 +229,46 @@ class _Travelling:
             return
         flat = torch.cat([dk.reshape(-1), dv.reshape(-1)])
         # Add the gradient that earlier ring ranks have accumulated for the same keys.
-        if self.passing is not None:
-            flat += self.passing.wait()
-        following = (rank - 1) % self.ranks
-        size = _numel(self.row, following, self.k) + _numel(self.row, following, self.v)
-        assert self.row.groups.ring is not None
-        self.passing = Passing(flat, size, self.row.groups.ring)
+        if self.in_flight is not None:
+            flat += self.in_flight.wait()
+        next_rank = (rank - 1) % self.ranks
+        size = _numel(self.layout, next_rank, self.k) + _numel(self.layout, next_rank, self.v)
+        assert self.layout.groups.ring is not None
+        self.in_flight = Passing(flat, size, self.layout.groups.ring)
         # Referenced until it is sent.
         self._sent = flat
 
-    def home(self) -> tuple[Tensor, Tensor]:
+    def result(self) -> tuple[Tensor, Tensor]:
         """Returns the complete gradients of this rank's own keys and values."""
         if self.own is not None:
             return self.own
-        assert self.passing is not None
-        return _unpacked(self.row, self.row.groups.ring_rank, self.passing.wait(), self.k, self.v)
+        assert self.in_flight is not None
+        return _unpacked(self.layout, self.layout.groups.ring_rank, self.in_flight.wait(), self.k, self.v)
 
 
 def context_attention(
-    q: Tensor, k: Tensor, v: Tensor, row: SharedSample, mask: SequenceMask, kernel: Kernel, sinks: Tensor | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    layout: TokenLayout,
+    mask: SequenceMask,
+    kernel: Kernel,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Computes attention of this rank's tokens, `[batch, heads, local, width]`, over the full sequence.
 
     Args:
         q, k, v: keys and values may have fewer heads than queries, and values another width.
-        row: distribution of the sequence over the ranks.
+        layout (`TokenLayout`): distribution of the sequence over the ranks.
         mask: which keys a query sees.
         sinks (`Tensor`, *optional*): `[heads]`, scores that get softmax weight but have no value (gpt-oss).
     """
-    groups, width = row.groups, v.shape[-1]
+    groups, width = layout.groups, v.shape[-1]
     # Kernels support a single width; zero-padded values yield zeros, which are dropped at the end.
     v = F.pad(v, (0, q.shape[-1] - width)) if width < q.shape[-1] else v
     if groups.heads is not None:
-        ranks, tokens = groups.head_ranks, row.neighbor_sizes
-        # Repeat key/value heads until the ranks divide them, as with fewer heads than ranks.
+        ranks, tokens = groups.head_ranks, layout.neighbor_sizes
+        # Repeat kv heads until their number is a multiple of the ranks (e.g. 2 kv heads on 4 ranks: twice).
         copies = lcm(k.shape[1], ranks) // k.shape[1]
         if copies > 1:
             k, v = k.repeat_interleave(copies, dim=1), v.repeat_interleave(copies, dim=1)
@@ -266,29 +278,29 @@ def context_attention(
             sinks = sinks.chunk(ranks)[dist.get_rank(groups.heads)]
     if groups.gathers and groups.ring is not None:
         # [batch, heads, local, width] -> [batch, heads, length, width]; the backward reduce-scatters the gradients.
-        k, v = (gather_tokens(tensor, 2, row.ring, groups.ring) for tensor in (k, v))
-    out = _Attention.apply(q, k, v, sinks, row, mask, kernel)
+        k, v = (gather_tokens(tensor, 2, layout.ring, groups.ring) for tensor in (k, v))
+    out = _Attention.apply(q, k, v, sinks, layout, mask, kernel)
     if groups.heads is not None:
         # Back to this rank's tokens of all heads: [batch, heads, local, width].
-        out = to_tokens(out, row.neighbor_sizes, groups.heads)
+        out = to_tokens(out, layout.neighbor_sizes, groups.heads)
     return out[..., :width]
 
 
-def with_blind_queries(
-    out: Tensor, q: Tensor, k: Tensor, v: Tensor, row: SharedSample, blind: Tensor, kernel: Kernel
+def with_fully_masked_queries(
+    out: Tensor, q: Tensor, k: Tensor, v: Tensor, layout: TokenLayout, fully_masked: Tensor, kernel: Kernel
 ) -> Tensor:
-    """Replaces the output of queries that see no key (`blind`, `[batch or 1, local]`) by the one of eager attention.
+    """Replaces the output of queries whose mask hides every key, `[batch or 1, local]`, by the one of eager attention.
 
-    Eager attention adds the lowest finite value to every score of such a query: all keys of the sequence get equal
-    weight, including padding and later ones, and gradients flow through the scores that rounding has lost. Shapes are
-    `[batch, heads, local, width]`.
+    Eager attention adds the lowest finite value to every score of such a query, and rounding makes the scores equal:
+    all keys of the sequence get the same weight, including padding and later ones. Gradients still flow to queries and
+    keys. Tensors are `[batch, heads, local, width]`; keys and values may have fewer heads.
     """
-    assert row.groups.all is not None
-    # Gather the full keys and values: only blind queries are computed, over all keys.
-    k, v = (gather_tokens(tensor, 2, row.order, row.groups.all) for tensor in (k, v))
-    blind = blind.to(q.device)
-    places = blind.any(0).nonzero().flatten()
-    scores = kernel.scores(q[:, :, places], k)
+    assert layout.groups.cp_group is not None
+    # Gather the full keys and values: only fully masked queries are computed, over all keys.
+    k, v = (gather_tokens(tensor, 2, layout.order, layout.groups.cp_group) for tensor in (k, v))
+    fully_masked = fully_masked.to(q.device)
+    query_indices = fully_masked.any(0).nonzero().flatten()
+    scores = kernel.scores(q[:, :, query_indices], k)
     weights = (scores + torch.finfo(scores.dtype).min).softmax(-1, dtype=torch.float32).to(q.dtype)
-    spread = out.index_copy(2, places, weights @ v.repeat_interleave(q.shape[1] // v.shape[1], dim=1))
-    return torch.where(blind.view(len(blind), 1, -1, 1), spread, out)
+    uniform = out.index_copy(2, query_indices, weights @ v.repeat_interleave(q.shape[1] // v.shape[1], dim=1))
+    return torch.where(fully_masked.view(len(fully_masked), 1, -1, 1), uniform, out)

@@ -15,7 +15,7 @@ from ..core.memory.recompute import recomputing
 from ..core.runtime import RUNTIME
 from ..data_parallel.packed_sequences import without_asking
 from ..errors import ConfigError, UnsupportedError
-from .attention import context_attention, with_blind_queries
+from .attention import context_attention, with_fully_masked_queries
 from .kernels import Kernel
 from .mask_specs import ContextMask, describe_mask
 
@@ -82,8 +82,8 @@ def _describe(
         return stocks()
     # Intervals on the host instead of a mask [batch, 1, queries, keys].
     mask = describe_mask(mask_function, batch_size, q_length, attention_mask)
-    row = stack.get_shared_sample(q_length, mask.borders)
-    return stocks() if row is None else ContextMask(row, mask, stocks, spreads=is_eager)
+    layout = stack.get_token_layout(q_length, mask.borders)
+    return stocks() if layout is None else ContextMask(layout, mask, stocks, spreads=is_eager)
 
 
 def _attend(
@@ -108,7 +108,7 @@ def _attend(
             )
         return stock_attention(module, query, key, value, attention_mask, *args, **kwargs)
     # Unknown arguments could change attention in ways that the kernel does not implement.
-    known = _KNOWN | attention_mask.row.handed_on
+    known = _KNOWN | attention_mask.token_layout.handed_on
     unknown = sorted(name for name, argument in kwargs.items() if name not in known and argument is not None)
     if unknown or args:
         raise UnsupportedError(
@@ -130,11 +130,11 @@ def _attend(
     scale = kwargs.get("scaling")
     kernel = Kernel(query.shape[-1] ** -0.5 if scale is None else float(scale), kwargs.get("softcap"))
     # [batch, heads, local, width] each.
-    row, sinks, blind = attention_mask.row, kwargs.get("s_aux"), attention_mask.blind
-    out = context_attention(query, key, value, row, attention_mask.mask, kernel, sinks)
+    layout, sinks, fully_masked = attention_mask.token_layout, kwargs.get("s_aux"), attention_mask.fully_masked
+    out = context_attention(query, key, value, layout, attention_mask.mask, kernel, sinks)
     # With a sink, eager attention returns zeros for such queries as well.
-    if blind is not None and sinks is None:
-        out = with_blind_queries(out, query, key, value, row, row.own(blind), kernel)
+    if fully_masked is not None and sinks is None:
+        out = with_fully_masked_queries(out, query, key, value, layout, layout.own(fully_masked), kernel)
     # transformers expects [batch, local, heads, width].
     return out.transpose(1, 2).contiguous(), None
 

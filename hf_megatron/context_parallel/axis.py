@@ -105,11 +105,11 @@ def context_groups(state: ParallelState) -> ContextGroups:
     mesh, scheme = state.mesh, state.config.cp_comm_type
     everyone = mesh.group(NAME)
     if scheme == "a2a":
-        return ContextGroups(heads=everyone, all=everyone)
+        return ContextGroups(heads=everyone, cp_group=everyone)
     # Inner groups of neighbors exchange heads; outer groups are the rings.
     if scheme == "a2a+p2p":
-        return ContextGroups(mesh.group("cp_inner"), mesh.group("cp_outer"), all=everyone)
-    return ContextGroups(None, everyone, gathers=scheme == "all_gather", all=everyone)
+        return ContextGroups(mesh.group("cp_inner"), mesh.group("cp_outer"), cp_group=everyone)
+    return ContextGroups(None, everyone, gathers=scheme == "all_gather", cp_group=everyone)
 
 
 def place_head(model: Any, state: ParallelState, stack: ContextStack, layers: str) -> UserHookChecks:

@@ -36,7 +36,7 @@ class FullSequenceBlock(Shared):
         self.stack, self.name = stack, name
         self.is_split = region is not None and region.stack is not None
         if region is not None:
-            region.own_tokens = self._take_own_tokens
+            region.select_tokens = self._take_own_tokens
 
     def install(self, block: nn.Module, hooks: ForwardHooks) -> None:
         self.names = tuple(inspect.signature(block.forward).parameters)
@@ -45,8 +45,8 @@ class FullSequenceBlock(Shared):
 
     @shard_safe
     def _enter(self, block: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
-        stack, row = self.stack, self.stack.row
-        if row is None or not stack.has_parts:
+        stack, layout = self.stack, self.stack.token_layout
+        if layout is None or not stack.has_parts:
             return None
         stack.full_sequence_blocks.append(self.name)
         # Local tokens: [batch, local, hidden].
@@ -59,20 +59,20 @@ class FullSequenceBlock(Shared):
                 # Masks of several kinds, as in ZAYA's layers.
                 return {kind: to_full_sequence(name, part) for kind, part in value.items()}
             # A block that adds to the residual stream gets it as a further argument. In short sequences other tensors
-            # may have the same shape; they were sliced by `row.own`, which keeps their full version.
+            # may have the same shape; they were sliced by `layout.own`, which keeps their full version.
             is_hidden = isinstance(value, Tensor) and value.is_floating_point() and value.shape == hidden.shape
-            if is_hidden and row.unsharded(value) is value:
+            if is_hidden and layout.unsharded(value) is value:
                 # [batch, local, hidden] -> [batch, length, hidden]; the backward reduce-scatters the gradient.
-                return gather_tokens(value, _TOKENS, row.order, stack.group)
-            return mapped(value, row.unsharded)
+                return gather_tokens(value, _TOKENS, layout.order, stack.group)
+            return mapped(value, layout.unsharded)
 
         args = tuple(to_full_sequence(name, value) for name, value in zip(self.names, args, strict=False))
         return args, {name: to_full_sequence(name, value) for name, value in kwargs.items()}
 
     @shard_safe
     def _leave(self, block: nn.Module, args: tuple, output: Any) -> Any:
-        stack, row = self.stack, self.stack.row
-        if row is None or self.name not in stack.full_sequence_blocks:
+        stack, layout = self.stack, self.stack.token_layout
+        if layout is None or self.name not in stack.full_sequence_blocks:
             return None
         stack.full_sequence_blocks.remove(self.name)
         if output is None:
@@ -89,5 +89,5 @@ class FullSequenceBlock(Shared):
 
     def own_tokens(self, hidden: Tensor) -> Tensor:
         """Returns this rank's tokens of the block's output: `[batch, length, hidden]` -> `[batch, local, hidden]`."""
-        assert self.stack.row is not None
-        return take_tokens(hidden, _TOKENS, self.stack.row.order, self.stack.groups.rank)
+        assert self.stack.token_layout is not None
+        return take_tokens(hidden, _TOKENS, self.stack.token_layout.order, self.stack.groups.rank)

@@ -65,7 +65,7 @@ class SharedHeadBlock(FullSequenceBlock):
         return super()._leave(block, args, output)
 
     def own_tokens(self, hidden: Tensor) -> Tensor:
-        row = self.stack.row
-        assert row is not None
+        layout = self.stack.token_layout
+        assert layout is not None
         # Each rank's heads give a partial sum: [batch, length, hidden] -> reduce-scatter -> [batch, local, hidden].
-        return scatter_tokens(hidden, _TOKENS, row.order, self.stack.group)
+        return scatter_tokens(hidden, _TOKENS, layout.order, self.stack.group)

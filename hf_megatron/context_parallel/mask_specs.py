@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..compat.transformers_models import mask_parts
 from ..errors import UnsupportedError
-from .attention import SharedSample
+from .attention import TokenLayout
 from .masks import SequenceMask
 
 
@@ -23,13 +23,13 @@ class ContextMask:
     """Replaces the mask `[batch, 1, queries, keys]` of a sequence that is split over ranks.
 
     Args:
-        row: distribution of the sequence.
+        token_layout: distribution of the sequence.
         mask: which keys a query sees.
         stock: creates the single-process mask.
         spreads: queries that see no key get the mean of all values, as from eager attention, not zeros.
     """
 
-    row: SharedSample
+    token_layout: TokenLayout
     mask: SequenceMask
     stock: Callable[[], Any]
     spreads: bool = False
@@ -44,9 +44,9 @@ class ContextMask:
         return bool((self.mask.high < self.mask.length).any()) and self.dense is None
 
     @property
-    def blind(self) -> Tensor | None:
+    def fully_masked(self) -> Tensor | None:
         """Queries that see no key and get the mean of all values, `[batch or 1, length]`; `None` if there are none."""
-        return self.mask.blind if self.spreads else None
+        return self.mask.fully_masked if self.spreads else None
 
     @cached_property
     def dense(self) -> Any:

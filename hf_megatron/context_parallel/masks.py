@@ -119,10 +119,10 @@ class SequenceMask:
         return SequenceMask(self.low, self.high, self.columns, both)
 
     @cached_property
-    def blind(self) -> Tensor | None:
+    def fully_masked(self) -> Tensor | None:
         """Queries that see no key, `[batch or 1, length]`; `None` if there are none."""
-        is_blind = self.low >= self.high
-        return is_blind if bool(is_blind.any()) else None
+        is_masked = self.low >= self.high
+        return is_masked if bool(is_masked.any()) else None
 
     @cached_property
     def borders(self) -> tuple[int, ...]:

@@ -32,7 +32,7 @@ from ..core.forward_hooks import ForwardHooks
 from ..core.runtime import RUNTIME
 from ..errors import UnsupportedError
 from ..tensor_parallel.install_regions import ROUTER_LOGITS
-from .attention import ContextGroups, SharedSample
+from .attention import ContextGroups, TokenLayout
 from .load_balancing import SequenceOrder
 from .local_tokens import HeldTokens, mapped
 from .mask_specs import ContextMask
@@ -68,13 +68,13 @@ class _RestoreRow(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, stack: "ContextStack") -> Tensor:
-        ctx.stack, ctx.row = stack, stack.row if stack.shares_out() else None
+        ctx.stack, ctx.token_layout = stack, stack.token_layout if stack.shares_out() else None
         return tensor.view_as(tensor)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         # Recomputed layers read the distribution of their own forward.
-        ctx.stack.row = ctx.row
+        ctx.stack.token_layout = ctx.token_layout
         return gradient, None
 
 
@@ -89,7 +89,7 @@ class ContextStack(Shared):
         random: RNG state of the rank's tokens.
 
     Attributes:
-        row: the sequence of the current forward, of the last one, or of the layers that backward recomputes.
+        token_layout: the sequence of the current forward, of the last one, or of the layers that backward recomputes.
         full_sequence_blocks: names of the active blocks that compute on full sequences.
         keeps_some_logits: whether the current call requests the logits of some tokens only.
         modality_encoders: encoders that compute on full sequences.
@@ -107,7 +107,7 @@ class ContextStack(Shared):
         self.groups, self.group, self.arguments, self.random = groups, group, arguments, random
         self.unshardable_arguments = unshardable_arguments
         self.ranks = dist.get_world_size(group)
-        self.row: SharedSample | None = None
+        self.token_layout: TokenLayout | None = None
         self.full_sequence_blocks: list[str] = []
         self.keeps_tokens: Callable[[], bool] = bool
         self.keeps_some_logits = False
@@ -133,21 +133,21 @@ class ContextStack(Shared):
             hooks.add_to(module, "sequence split", begin, self._end, always_exit=True)
         hooks.add_to(base, "sequence split", self._begin_row, self._end_row, always_exit=True)
 
-    def get_shared_sample(self, length: int, documents: tuple[int, ...] = ()) -> SharedSample | None:
+    def get_token_layout(self, length: int, documents: tuple[int, ...] = ()) -> TokenLayout | None:
         """Returns the distribution of the current sequence, computed once for all masks of a forward.
 
         `None` if a rank would have no token: models cannot compute on zero tokens, so every rank computes all of them.
         """
-        if self.row is None or self.row.length != length:
-            row = SharedSample(self.groups, length, documents)
-            row.handed_on = self._call
-            self.row = row if min(row.order.sizes) else None
-        return self.row
+        if self.token_layout is None or self.token_layout.length != length:
+            layout = TokenLayout(self.groups, length, documents)
+            layout.handed_on = self._call
+            self.token_layout = layout if min(layout.order.sizes) else None
+        return self.token_layout
 
     def shares_out(self) -> bool:
         """Returns whether the code that runs now computes on local tokens of a sequence."""
         is_inside = bool(self._active) and self._is_cut and self._has_entered
-        return self.row is not None and (is_inside or in_backward())
+        return self.token_layout is not None and (is_inside or in_backward())
 
     @property
     def has_parts(self) -> bool:
@@ -160,15 +160,15 @@ class ContextStack(Shared):
 
     def part_of(self, hidden: Tensor) -> tuple[Tensor, HeldTokens | None]:
         """Returns the tokens of `[batch, sequence, hidden]` whose loss this rank takes, with their description."""
-        if self.row is None or not self.shares_out():
+        if self.token_layout is None or not self.shares_out():
             return hidden, None
         # The layers left local tokens: [batch, local, hidden] in zigzag order.
         if self.keeps_tokens():
-            return hidden, HeldTokens(self.row.order, self.group)
-        if hidden.dim() != 3 or hidden.shape[_TOKENS] != self.row.length:
+            return hidden, HeldTokens(self.token_layout.order, self.group)
+        if hidden.dim() != 3 or hidden.shape[_TOKENS] != self.token_layout.length:
             return hidden, None
         # Full sequences: each rank computes the loss of one contiguous chunk, [batch, length / cp, hidden].
-        order = SequenceOrder.contiguous(self.row.length, self.ranks)
+        order = SequenceOrder.contiguous(self.token_layout.length, self.ranks)
         return take_tokens(hidden, _TOKENS, order, self.groups.rank), HeldTokens(order, self.group)
 
     def on_full_sequence(self, function: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -179,12 +179,12 @@ class ContextStack(Shared):
 
         @functools.wraps(function)
         def of_full(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-            row = self.row
-            if row is None or not self.shares_out():
+            layout = self.token_layout
+            if layout is None or not self.shares_out():
                 return function(hidden_states, *args, **kwargs)
             # [batch, local, hidden] -> [batch, length, hidden] for the function -> [batch, local, hidden]
-            full_output = function(gather_tokens(hidden_states, _TOKENS, row.order, self.group), *args, **kwargs)
-            return take_tokens(full_output, _TOKENS, row.order, self.groups.rank)
+            full_output = function(gather_tokens(hidden_states, _TOKENS, layout.order, self.group), *args, **kwargs)
+            return take_tokens(full_output, _TOKENS, layout.order, self.groups.rank)
 
         return of_full
 
@@ -224,7 +224,7 @@ class ContextStack(Shared):
         return output
 
     def _begin_row(self, base: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-        self.row, self._has_entered = None, False
+        self.token_layout, self._has_entered = None, False
         self.full_sequence_blocks.clear()
 
     def _end_row(self, base: nn.Module, args: tuple, output: Any) -> None:
@@ -232,16 +232,16 @@ class ContextStack(Shared):
 
     def gather_token_outputs(self, part: Any) -> Any:
         """Gathers per-token outputs of routers, `[batch * local, ...]`; other values are returned as is."""
-        row = self.row
-        if not self._is_cut or row is None or not isinstance(part, Tensor) or part.dim() != 2:
+        layout = self.token_layout
+        if not self._is_cut or layout is None or not isinstance(part, Tensor) or part.dim() != 2:
             return part
         # Outputs of full-sequence blocks have all tokens already.
-        held = row.order.sizes[self.groups.rank]
+        held = layout.order.sizes[self.groups.rank]
         rows = self._rows
-        if part.shape[0] != rows * held or held == row.length:
+        if part.shape[0] != rows * held or held == layout.length:
             return part
         # [batch * local, experts] -> [batch, length, experts] -> [batch * length, experts]
-        return gather_tokens(part.view(rows, held, -1), _TOKENS, row.order, self.group).flatten(0, 1)
+        return gather_tokens(part.view(rows, held, -1), _TOKENS, layout.order, self.group).flatten(0, 1)
 
     # Hooks around a layer
 
@@ -251,20 +251,24 @@ class ContextStack(Shared):
         arguments = dict(zip(names, args, strict=False)) | kwargs
         masks = [value for value in arguments.values() if isinstance(value, ContextMask)]
         # Until transformers 5.22 the hooks of a layer run again when backward recomputes it, with or without a mask.
-        is_again = self.row is not None and in_backward()
+        is_again = self.token_layout is not None and in_backward()
         if not masks and not (self._active and self._is_cut) and not is_again:
             return None
         hidden = args[0] if args else kwargs["hidden_states"]
         # A recomputed layer uses the sequence that `_RestoreRow` restored.
-        row = masks[0].row if masks else self.get_shared_sample(hidden.shape[_TOKENS]) if is_first else self.row
-        if row is None:
+        layout = self.token_layout
+        if masks:
+            layout = masks[0].token_layout
+        elif is_first:
+            layout = self.get_token_layout(hidden.shape[_TOKENS])
+        if layout is None:
             return None
-        self.row, self._has_entered = row, True
+        self.token_layout, self._has_entered = layout, True
         if is_first:
-            if hidden.dim() < 3 or hidden.shape[_TOKENS] != row.length:
+            if hidden.dim() < 3 or hidden.shape[_TOKENS] != layout.length:
                 raise UnsupportedError(
                     f"{type(layer).__name__} was called with hidden states {tuple(hidden.shape)} for a sequence of "
-                    f"{row.length} tokens: with cp_size > 1 they have to be [batch, sequence, ...]."
+                    f"{layout.length} tokens: with cp_size > 1 they have to be [batch, sequence, ...]."
                 )
             self._rows = hidden.shape[0]
             if layer.training:
@@ -274,12 +278,12 @@ class ContextStack(Shared):
         def shard_argument(name: str, value: Any) -> Any:
             # First layer: [batch, length, hidden] -> [batch, local, hidden]. Later layers get local tokens already.
             if name == names[0]:
-                return take_tokens(value, _TOKENS, row.order, self.groups.rank) if is_first else value
+                return take_tokens(value, _TOKENS, layout.order, self.groups.rank) if is_first else value
             if name in self.arguments:
                 # For example position_ids [batch, length] and rotary embeddings [batch, length, head_dim].
-                return mapped(value, functools.partial(row.own, dim=self.arguments[name]))
+                return mapped(value, functools.partial(layout.own, dim=self.arguments[name]))
             is_number = isinstance(value, Tensor) and value.is_floating_point()
-            if is_number and row.length in value.shape[1:3] and name not in self.unshardable_arguments:
+            if is_number and layout.length in value.shape[1:3] and name not in self.unshardable_arguments:
                 raise UnsupportedError(
                     f"{type(layer).__name__} takes `{name}` {tuple(value.shape)} with an entry for each token, which "
                     "would not be sharded. Add it to the family's `per_token_arguments` or `sequence_dims`, or use "
@@ -296,8 +300,8 @@ class ContextStack(Shared):
         # [batch, local, hidden] -> [batch, length, hidden], unless the head computes its loss from local tokens.
         if self.shares_out() and not self.keeps_tokens():
             self.random.leave()
-            assert self.row is not None
-            hidden = gather_tokens(hidden, _TOKENS, self.row.order, self.group)
+            assert self.token_layout is not None
+            hidden = gather_tokens(hidden, _TOKENS, self.token_layout.order, self.group)
         return hidden if isinstance(output, Tensor) else (hidden, *output[1:])
 
 

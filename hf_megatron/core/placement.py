@@ -109,17 +109,20 @@ class Placement:
 
     def dtensor_placements(self, axes: Axes, copies: int = 1) -> list[Any]:
         """Returns the DTensor placements on the mesh of `ParallelMesh.of` with the same `copies`."""
+        # With copies the tp axis is two mesh dims (shards, copies), so a placement over both appears twice.
+        mesh_dims = 1 if copies == 1 else 2
         if not self.splits:
-            return [Replicate()] * (1 if copies == 1 else 2)
+            return [Replicate()] * mesh_dims
         placements: list[Any] = []
         for split in self.splits:
             shard = Shard(split.dim) if split.groups == 1 else strided_shard(split.dim, split.groups)
             if split.copies == axes.size(split.axis) > 1:
-                placements += [Replicate()] * (1 if copies == 1 else 2)
+                # All ranks of the axis hold the same shard.
+                placements += [Replicate()] * mesh_dims
             elif split.copies > 1:
                 placements += [shard, Replicate()]
             else:
-                placements += [shard] * (1 if copies == 1 else 2)
+                placements += [shard] * mesh_dims
         return placements
 
     def __str__(self) -> str:
@@ -134,9 +137,9 @@ class GradientRule:
         sum (`str`, *optional*): axis over which the gradient is all-reduced in backward, because each of its ranks
             holds a partial gradient.
         copies (`int`, *optional*): restricts the sum to groups of this many neighboring ranks of the axis.
-        average (`str`, defaults to `"dp"`): data axis over which the gradient is averaged: sharded over
-            `<average>_shard`, replicated over `<average>_replicate`. If a rank's gradient already contains terms of
-            further data ranks, it is scaled where the forward reads the weight.
+        average (`str`, defaults to `"dp"`): data axis of the ranks that average the gradient: it is reduce-scattered
+            over `<average>_shard` and all-reduced over `<average>_replicate`. If a rank's gradient already contains
+            terms of further data ranks, it is scaled where the forward reads the weight.
     """
 
     sum: str | None = None

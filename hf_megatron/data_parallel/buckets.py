@@ -99,6 +99,14 @@ class Bucket:
     The buffer ends in one flag column per parameter. The reduction sums the flags, so every rank learns how many ranks
     have a gradient of each parameter; a parameter without any keeps `.grad = None`.
 
+    A slot may be in several sets of states at once:
+
+    | set | gradient of the slot | from | until |
+    |---|---|---|---|
+    | `arrived` | received in the current backward | `GradientReducer.accumulate` | the reduction or next forward |
+    | `written` | in `rows`, not reduced | `GradientReducer.accumulate` | the reduction (`take_in`) |
+    | `used` | in `shard`, from any rank | `take_in`, `take_flags` | the gradient is discarded |
+
     Attributes:
         rows (`Tensor`, *optional*): `[ranks, width + parameters]`, this rank's gradients, not reduced yet.
         shard (`Tensor`, *optional*): `[width]`, the reduced gradients of the entries that this rank owns.
@@ -166,7 +174,7 @@ class Bucket:
                 flags[:, index] = 0
         return rows
 
-    def take_inbox(self) -> Tensor:
+    def take_recv_buffer(self) -> Tensor:
         """Returns a receive buffer `[ranks - 1, width + parameters]` for the other ranks' segments."""
         # The shard may be a view of the last one, which must not be overwritten.
         if self.recv_buffer is None or self.shard is not None:

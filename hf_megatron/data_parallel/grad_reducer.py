@@ -31,7 +31,8 @@ from .grad_access import GradAccess
 from .grad_sync_groups import GradSyncGroup
 
 _MIB = 2**20
-# Buffers in flight where buckets do not keep theirs; more of them would not overlap better.
+# Without persistent buffers (ZeRO stages 2 and 3) at most this many reductions run at once, which limits memory; more
+# would not overlap better.
 _MAX_IN_FLIGHT = 2
 # Attribute of parameters that carry a hook of the reducer.
 _HOOKED = "_hf_megatron_hooked"
@@ -46,7 +47,8 @@ class GradientReducer(Shared):
         parameters: all parameters of the model, in its order.
         name_of (`Callable`): parameter -> its name, for error messages.
         sharing_of (`Callable`): parameter -> the ranks that average its gradient.
-        bucket_size (`int`, *optional*): MiB of gradient per bucket; defaults to `default_capacity`.
+        bucket_size (`int`, *optional*): MiB of gradient per bucket; by default chosen from dtype and ranks
+            (`bucket_assignment.default_capacity`, in bytes).
         main_gradients (`bool`): whether gradients of half-precision parameters are accumulated and reduced in fp32.
         keep_grad_buffer (`bool`): whether buckets keep their memory between steps (ZeRO stages 0 and 1).
 
@@ -162,7 +164,7 @@ class GradientReducer(Shared):
         if not self._awaits_end:
             self._awaits_end = True
             run_after_backward(self._reduce_unused)
-        if self.access.is_detached or any(bucket.written for bucket in self.buckets) and self._pending:
+        if self.access.is_detached or (self._pending and any(bucket.written for bucket in self.buckets)):
             return
         self.access.sync_user_edits()
         self.access.detach_for_backward()
@@ -175,7 +177,7 @@ class GradientReducer(Shared):
 
     def accumulate(self, parameter: Tensor) -> None:
         """Copies a parameter's gradient, which autograd has accumulated, into its bucket."""
-        # A pipeline's loss leads to every parameter and brings their gradients separately.
+        # Under a pipeline, gradients are added by `flush()`; this hook then has none to take in.
         if self.access.is_held_back(parameter):
             return
         bucket_idx, slot_idx = self._places[id(parameter)]
@@ -228,7 +230,7 @@ class GradientReducer(Shared):
         sharing = bucket.sharing
         if sharing.shard_size > 1:
             pairwise = is_pairwise(sharing.shard_group)
-            recv_buffer = bucket.take_inbox() if pairwise else bucket.own_segment(keep=self.keep_grad_buffer)
+            recv_buffer = bucket.take_recv_buffer() if pairwise else bucket.own_segment(keep=self.keep_grad_buffer)
             work: Callable[[], Tensor] = ReduceScatter(rows, recv_buffer, sharing.shard_group).wait
         else:
             # One shard: the buffer has one row, which is all-reduced over the replicas in place.
@@ -368,7 +370,7 @@ class GradientReducer(Shared):
         return any(gradient_hooks(parameter) > 1 for parameter in self.parameters)
 
     def stash(self) -> list[GradBuffer] | None:
-        """Takes the accumulated gradients out; returns `None` where there are none, whose memory is reused then."""
+        """Takes the accumulated gradients out; returns `None` if there are none, and the buckets keep their buffers."""
         # One `GradBuffer` per bucket: the bucket continues with empty ones, and nothing is copied.
         stashed = None if self.is_empty else [bucket.exchange(GradBuffer()) for bucket in self.buckets]
         self.access.hide()

@@ -109,8 +109,8 @@ def _ways(state: ParallelState | None, length: int) -> Iterator[tuple[Interval, 
         return
     intervals: tuple[Interval, ...] = ((0, length),)
     stack = state.placed.get(STACK)
-    if stack is not None and stack.row is not None and stack.row.order.length == length:
-        intervals = stack.row.order.parts[stack.groups.rank]
+    if stack is not None and stack.token_layout is not None and stack.token_layout.order.length == length:
+        intervals = stack.token_layout.order.parts[stack.groups.rank]
         yield intervals
     if state.config.sequence_parallel and state.axes.size("tp") > 1:
         size = sum(stop - start for start, stop in intervals)

@@ -67,7 +67,7 @@ class Routers:
         held = torch.arange(length)
         context = RUNTIME.context
         if context is not None and context.has_parts:
-            held = context.row.order.tokens(context.groups.rank)
+            held = context.token_layout.order.tokens(context.groups.rank)
         if name.rpartition(".")[0] in self._split:
             assert state is not None
             start, stop = bounds(len(held), state.mesh.tp_size, dist.get_rank(state.mesh.tp_group))

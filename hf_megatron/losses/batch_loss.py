@@ -9,8 +9,9 @@ the losses of the ranks' batches, and not every rank need evaluate.
 
 Gradients are averaged over the dp ranks. A mean over each rank's own targets would weight a token by the other tokens
 on its rank; instead every rank contributes `sum of its losses x dp / targets of all ranks`, so that the average is the
-single-process mean over the global batch. A caller that has counted multiplies the loss by the number of ranks, so it
-gets the loss divided by that number, however the model's class uses the count (`inline_losses.py`).
+single-process mean over the global batch. Trainer passes `num_items_in_batch` and multiplies the returned loss by the
+number of dp ranks; the loss is divided by it first, whether or not the model's class uses the count
+(`inline_losses.py`).
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -35,7 +36,7 @@ def _same(value: Any) -> Any:
 
 
 @dataclass(frozen=True)
-class Share:
+class LossDenominators:
     """Denominators of a microbatch's loss terms, with which the losses of all microbatches sum to the batch's mean.
 
     Attributes:
@@ -61,28 +62,29 @@ class BatchLoss(Shared):
         shifts (`bool`, *optional*): whether the model's targets are the next tokens, as far as its class shows;
             `None` if nothing is known about its labels.
         divides_itself (`bool`): whether the loss uses `num_items_in_batch`.
-        auxiliary (`str`): `MegatronConfig.router_aux_loss_scope`.
+        aux_loss_scope (`str`): `MegatronConfig.router_aux_loss_scope`.
         z_loss (`float`): `MegatronConfig.router_z_loss_coef`.
 
     Attributes:
-        counted (`bool`): whether the caller of the current call has counted the targets of its batch.
+        has_caller_count (`bool`): whether the current call got `num_items_in_batch`.
         terms (`int`): number of losses that the call has computed so far, not counting a pipeline's microbatches.
+        microbatch_denominators (`LossDenominators`, *optional*): set inside `with_denominators`.
         copies (`int`): number of losses that the model computes from each label, as shown by the trial forward.
         used (`set`): names of the targets from which the current microbatch has computed losses.
         join_tokens (`Callable`): gathers `[local tokens, ...]` to `[tokens, ...]` over the ranks that split a sequence.
     """
 
     def __init__(
-        self, mesh: ParallelMesh, shifts: bool | None, divides_itself: bool, auxiliary: str, z_loss: float = 0.0
+        self, mesh: ParallelMesh, shifts: bool | None, divides_itself: bool, aux_loss_scope: str, z_loss: float = 0.0
     ):
-        self.mesh, self.shifts, self.divides_itself, self.auxiliary = mesh, shifts, divides_itself, auxiliary
+        self.mesh, self.shifts, self.divides_itself, self.aux_loss_scope = mesh, shifts, divides_itself, aux_loss_scope
         self.z_loss = z_loss
         self._step_counts: Tensor | None = None
-        self.counted = self._together = False
+        self.has_caller_count = self._normalizes_over_ranks = False
         self.used: set[str] = set()
         self._counts = True
         self.terms, self.copies = 0, 1
-        self.share: Share | None = None
+        self.microbatch_denominators: LossDenominators | None = None
         # Gathers per-token values, if ranks compute different tokens of a sequence.
         self.join_tokens: Callable[[Any], Any] = _same
 
@@ -94,20 +96,22 @@ class BatchLoss(Shared):
     @property
     def over_ranks(self) -> bool:
         """Whether losses are now normalized over all dp ranks; a caller that has counted has synchronized them."""
-        return self.has_data_parallel and (torch.is_grad_enabled() or self._together or self.counted)
+        return self.has_data_parallel and (
+            torch.is_grad_enabled() or self._normalizes_over_ranks or self.has_caller_count
+        )
 
     @contextmanager
-    def together(self, *, counts: bool = True) -> Iterator[None]:
+    def normalizing_over_ranks(self, *, counts: bool = True) -> Iterator[None]:
         """Normalizes evaluation losses over all ranks' shards of a batch, inside the context; collective.
 
         `counts` is False if this rank has no samples.
         """
-        before, self._together = self._together, True
+        before, self._normalizes_over_ranks = self._normalizes_over_ranks, True
         try:
             with nullcontext() if counts else self.without_terms():
                 yield
         finally:
-            self._together = before
+            self._normalizes_over_ranks = before
 
     @contextmanager
     def without_terms(self) -> Iterator[None]:
@@ -123,23 +127,23 @@ class BatchLoss(Shared):
 
         Both are scalars. `at_least` is a lower limit of the number of terms on all ranks, `name` is the targets' name.
         """
-        if self.share is not None:
+        if self.microbatch_denominators is not None:
             self.require_terms(terms, name)
             # Regression labels have no ignored value, so a padding microbatch is masked by 0 here.
-            return (total if self._counts else total * 0) / self.get_share_divisor(name)
+            return (total if self._counts else total * 0) / self.get_microbatch_denominator(name)
         self.terms += 1
         return self._mean(total, terms, at_least)
 
     def row_mean(self, total: Tensor, rows: int) -> Tensor:
         """Returns the mean of a loss with one term per sample, like `mean`."""
-        if self.share is not None:
-            # With a pipeline the share holds the number of samples of the full batch.
-            return total / self.share.rows
+        if self.microbatch_denominators is not None:
+            # With a pipeline these denominators hold the number of samples of the full batch.
+            return total / self.microbatch_denominators.rows
         return self._mean(total, scalar(rows, total.device))
 
     def token_share(self, total: Tensor, tokens: Tensor, rows: int) -> Tensor:
         """Returns the mean of a loss with one term per token over the batch; microbatches are weighted by samples."""
-        if self.share is not None and self.auxiliary != "batch":
+        if self.microbatch_denominators is not None and self.aux_loss_scope != "batch":
             return self.row_mean(total / tokens.clamp(min=1) * rows, rows)
         return self._mean(total, tokens, at_least=1)
 
@@ -153,7 +157,7 @@ class BatchLoss(Shared):
             return counts
         so_far = counts if self._step_counts is None else self._step_counts + counts
         # A padding microbatch repeats another one, whose choices are counted already.
-        if self.share is None or self.share.counts:
+        if self.microbatch_denominators is None or self.microbatch_denominators.counts:
             self._step_counts = so_far
         return so_far
 
@@ -197,41 +201,43 @@ class BatchLoss(Shared):
         token the loss is 0, as in TRL.
         """
         if num_items_in_batch is not None:
-            return losses.sum() / self.given(num_items_in_batch)
+            return losses.sum() / self.take_caller_denominator(num_items_in_batch)
         return self.mean(losses.sum(), counts.sum(), at_least=1)
 
-    def given(self, num_items_in_batch: Tensor | int) -> Tensor | float:
-        """Returns the denominator if the caller has counted."""
+    def take_caller_denominator(self, num_items_in_batch: Tensor | int) -> Tensor | float:
+        """Returns the denominator if the caller has counted, and adds 1 to `terms`."""
         self.terms += 1
         # The complete loss of the call is divided by the number of ranks later.
-        return num_items_in_batch / self.mesh.dp_size if self.over_ranks and self.counted else num_items_in_batch
+        return (
+            num_items_in_batch / self.mesh.dp_size if self.over_ranks and self.has_caller_count else num_items_in_batch
+        )
 
-    def get_share_divisor(self, name: str) -> Tensor | float:
+    def get_microbatch_denominator(self, name: str) -> Tensor | float:
         """Returns the denominator of a sum over the microbatch's targets, and records that it was used."""
-        assert self.share is not None
+        assert self.microbatch_denominators is not None
         self.used.add(strip_codebook(name))
-        return self.share.targets[name]
+        return self.microbatch_denominators.targets[name]
 
     def require_terms(self, terms: Tensor, name: str) -> None:
         """Checks a microbatch's number of terms, a scalar, against the targets that its batch was counted by.
 
         Raises `UnsupportedError` if they differ; a trial forward uses the difference to detect shifted labels.
         """
-        assert self.share is not None
-        share = self.share
-        if name not in share.targets:
+        assert self.microbatch_denominators is not None
+        denominators = self.microbatch_denominators
+        if name not in denominators.targets:
             raise UnsupportedError(
                 f"A loss over {name} is not supported with pipeline parallelism. Compute the loss from the outputs."
             )
-        expected = self._terms(name, share.arguments)
-        if share.is_probe and strip_codebook(name) == "labels" and terms != expected and self.shifts is not None:
+        expected = self._terms(name, denominators.arguments)
+        if denominators.is_probe and strip_codebook(name) == "labels" and terms != expected and self.shifts is not None:
             # An inline loss does not declare whether it shifts its labels: compare with the other count.
-            shifted = count_terms(name, share.arguments, shifts=not self.shifts)
+            shifted = count_terms(name, denominators.arguments, shifts=not self.shifts)
             self.shifts ^= bool(terms == shifted)
             if terms != shifted and expected > 0 and terms % expected == 0:
                 # An inline loss does not declare either whether several outputs use the same labels.
                 self.copies = int(terms / expected)
-            expected = self._terms(name, share.arguments)
+            expected = self._terms(name, denominators.arguments)
         check_soon(
             terms == expected.to(terms.device),
             lambda: UnsupportedError(
@@ -244,30 +250,30 @@ class BatchLoss(Shared):
         return count_terms(name, arguments, shifts=bool(self.shifts)) * (self.copies if name == "labels" else 1)
 
     @contextmanager
-    def over(self, share: Share | None) -> Iterator[None]:
+    def with_denominators(self, denominators: LossDenominators | None) -> Iterator[None]:
         """Sets the denominators of losses inside the context, whatever `num_items_in_batch` is.
 
         `used` collects the names of the targets whose losses are computed.
         """
-        self.used, self.share = set(), share
+        self.used, self.microbatch_denominators = set(), denominators
         try:
             yield
         finally:
-            self.share = None
+            self.microbatch_denominators = None
 
     def denominators(
         self, arguments: Mapping[str, Any], rows: int, num_items: Any, *, over_ranks: bool
     ) -> tuple[dict[str, Any], Any]:
         """Returns the denominators of a batch's losses: its number of targets by name, and of samples, scalars.
 
-        With `over_ranks`, or inside `together`, both are counted over all dp ranks and divided by their number. `given`
-        is the caller's count.
+        With `over_ranks`, or inside `normalizing_over_ranks`, both are counted over all dp ranks and divided by their
+        number. `num_items` is the caller's count.
         """
-        divided = self.has_data_parallel and (over_ranks or self._together or num_items is not None)
+        divided = self.has_data_parallel and (over_ranks or self._normalizes_over_ranks or num_items is not None)
         factor = self.mesh.dp_size if divided else 1
         # The caller's count replaces the count of labels if the loss uses it.
         known = {"labels": num_items / factor} if num_items is not None and self.divides_itself else {}
-        if len(known) == len(target_names(arguments)) and (not divided or self.auxiliary == "batch"):
+        if len(known) == len(target_names(arguments)) and (not divided or self.aux_loss_scope == "batch"):
             return known, rows
         names = with_codebooks(arguments)
         terms = [self._terms(name, arguments).float() for name in names]
@@ -281,7 +287,7 @@ class BatchLoss(Shared):
 
     def row_denominator(self, rows: int) -> Any:
         """Returns the number of samples of the global batch over the number of dp ranks, where it is a denominator."""
-        if self.auxiliary == "batch" or not self.over_ranks:
+        if self.aux_loss_scope == "batch" or not self.over_ranks:
             return rows
         count = scalar(rows, self.mesh.device).float()
         dist.all_reduce(count, group=self.mesh.group("dp"))
@@ -292,8 +298,8 @@ class BatchLoss(Shared):
         # Denominators are divided by dp, so the losses of the ranks are divided by dp before they are summed.
         return self.sum(loss / self.mesh.dp_size) if self.has_data_parallel else loss
 
-    def mean_over_ranks(self, losses: Tensor) -> None:
-        """Replaces losses of a batch, of any shape, by their mean over all ranks of the batch, in place."""
+    def average_over_ranks_(self, losses: Tensor) -> None:
+        """Replaces losses, of any shape, by their mean over all ranks of the batch, in place; not differentiable."""
         if self.has_data_parallel:
             dist.all_reduce(losses, group=self.mesh.group("dp"))
             losses /= self.mesh.dp_size

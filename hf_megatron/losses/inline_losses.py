@@ -151,9 +151,9 @@ def _mean(
     values = bound.arguments
     deprecated = values.get("size_average") is not None or values.get("reduce") is not None
     if deprecated or values["reduction"] not in ("mean", "batchmean"):
-        if values["reduction"] == "sum" and batch.counted and batch.share is None:
+        if values["reduction"] == "sum" and batch.has_caller_count and batch.microbatch_denominators is None:
             # transformers' own losses divide this sum by the caller's count.
-            return function(**values) / batch.given(1)
+            return function(**values) / batch.take_caller_denominator(1)
         raise UnsupportedError(
             f"torch.nn.functional.{function.__name__}(reduction={values['reduction']!r}) inside a model's forward: the "
             "model would divide it by this rank's count only. Call the model without labels and compute the loss from "
@@ -184,7 +184,7 @@ class MeansOfBatch(TorchFunctionMode):
     def __torch_function__(self, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         """Calls a function; a loss returns the batch's mean."""
         kwargs = kwargs or {}
-        in_batch = self.batch.over_ranks or self.batch.share is not None
+        in_batch = self.batch.over_ranks or self.batch.microbatch_denominators is not None
         # With a reduction other than mean, the caller does the division.
         if function not in _MEANS or not in_batch or kwargs.get("reduction", "mean") != "mean":
             return function(*args, **kwargs)
@@ -223,7 +223,7 @@ class LossHooks:
         bound = self.signature.bind_partial(model, *args)
         arguments = {**bound.arguments, **kwargs}
         # `terms` counts the losses that were normalized in this call; none means that the loss was missed.
-        batch.counted, batch.terms = arguments.get("num_items_in_batch") is not None, 0
+        batch.has_caller_count, batch.terms = arguments.get("num_items_in_batch") is not None, 0
         self.takes_loss = any(is_target(name) and value is not None for name, value in arguments.items())
         self.leaving.append(attach_router_losses(batch, arguments))
         if self.takes_loss and (batch.over_ranks or self.pipelined):
@@ -254,8 +254,8 @@ class LossHooks:
         if self.leaving:
             self.leaving.pop()()
         output = self._with_plain_gradient(output)
-        counted, over_ranks, terms = batch.counted, batch.over_ranks, batch.terms
-        batch.counted = False
+        has_caller_count, over_ranks, terms = batch.has_caller_count, batch.over_ranks, batch.terms
+        batch.has_caller_count = False
         loss = _loss(output, self.takes_loss)
         # A pipeline normalizes the losses of its microbatches itself.
         if loss is None or not over_ranks or (self.pipelined and not terms):
@@ -266,7 +266,7 @@ class LossHooks:
                 "ranks. Call it without labels and compute the loss from its outputs, or use dp_size=1."
             )
         # The caller multiplies by the number of ranks.
-        return _with_loss(output, loss / batch.mesh.dp_size) if counted else output
+        return _with_loss(output, loss / batch.mesh.dp_size) if has_caller_count else output
 
     def _with_plain_gradient(self, output: Any) -> Any:
         loss = _loss(output, self.takes_loss)

@@ -39,8 +39,8 @@ class _Call:
 
     @property
     def rows(self) -> int:
-        share = self.batch.share
-        arguments = self.arguments if share is None else share.arguments
+        denominators = self.batch.microbatch_denominators
+        arguments = self.arguments if denominators is None else denominators.arguments
         return next(value.shape[0] for name in _INPUTS if isinstance(value := arguments.get(name), Tensor))
 
 
@@ -66,7 +66,7 @@ def load_balancing_loss(
     # Per layer [local tokens, experts] -> [tokens, experts], gathered over the ranks that split a sequence: the sums
     # below need dp ranks only.
     gate_logits = tuple(map(batch.join_tokens, gate_logits))
-    loss = _FORMS[batch.auxiliary](original, call, gate_logits, num_experts, top_k, attention_mask)
+    loss = _FORMS[batch.aux_loss_scope](original, call, gate_logits, num_experts, top_k, attention_mask)
     if batch.z_loss:
         loss = loss + batch.z_loss * _z_loss(call, gate_logits, attention_mask)
     return loss
@@ -132,9 +132,9 @@ def _z_loss(call: "_Call", gate_logits: tuple[Tensor, ...], mask: Tensor | None)
         squared = logits.float().logsumexp(-1).square() * counts
         per_row = per_row + squared.view(rows, -1).sum(1).to(per_row.device)
         tokens = counts.view(rows, -1).sum(1).to(tokens.device)
-    if batch.auxiliary == "sequence":
+    if batch.aux_loss_scope == "sequence":
         return batch.row_mean((per_row / tokens.clamp(min=1)).sum(), rows)
-    if batch.auxiliary == "microbatch":
+    if batch.aux_loss_scope == "microbatch":
         return batch.row_mean(per_row.sum() / tokens.sum().clamp(min=1) * rows, rows)
     return batch.token_share(per_row.sum(), tokens.sum(), rows)
 
@@ -142,7 +142,7 @@ def _z_loss(call: "_Call", gate_logits: tuple[Tensor, ...], mask: Tensor | None)
 def row_mean(original: Callable, *args: Tensor, **kwargs: Tensor) -> Tensor:
     """Computes a loss, a scalar, that is a mean over samples already, from `[batch, tokens, experts]` (Switch)."""
     call, loss = _CALL.get(), original(*args, **kwargs)
-    if call is None or not (call.batch.over_ranks or call.batch.share):
+    if call is None or not (call.batch.over_ranks or call.batch.microbatch_denominators):
         return loss
     rows = len(next(iter((*args, *kwargs.values()))))
     return call.batch.row_mean(loss * rows, rows)

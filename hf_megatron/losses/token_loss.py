@@ -62,14 +62,14 @@ class TokenLoss(Shared):
             # Other arguments do not affect the loss: transformers ignores `label_smoothing`, for example.
             kernel = functools.partial(logits.cross_entropy, targets, ignore_index=ignore_index)
         # Microbatch of a pipeline: divide by the batch's number of targets.
-        if batch.share is not None:
-            if batch.share.is_probe:
+        if batch.microbatch_denominators is not None:
+            if batch.microbatch_denominators.is_probe:
                 # A class may pass labels as `shift_labels`, such as the labels of a decoder with an encoder.
                 batch.require_terms((targets != ignore_index).sum(), "labels")
-            return kernel(num_items_in_batch=batch.get_share_divisor("labels"))
+            return kernel(num_items_in_batch=batch.get_microbatch_denominator("labels"))
         # The caller has counted the targets of all ranks.
         if num_items_in_batch is not None:
-            return kernel(num_items_in_batch=batch.given(num_items_in_batch))
+            return kernel(num_items_in_batch=batch.take_caller_denominator(num_items_in_batch))
         # Single batch, or evaluation of this rank's batch: the stock mean.
         if not batch.over_ranks:
             return kernel(num_items_in_batch=None)

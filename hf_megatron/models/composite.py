@@ -72,7 +72,7 @@ def merge_specs(model: Any, parts: Mapping[str, ModelSpec]) -> ModelSpec:
         changes[name] = tuple(dict.fromkeys(value for spec in specs for value in spec.get_field(name)))
     changes |= {name: next(filter(None, (spec.get_field(name) for spec in specs)), None) for name in _REASONS}
     changes["sequence_dims"] = {key: value for spec in specs for key, value in spec.cp.sequence_dims.items()}
-    changes["streams_lead"] = any(spec.sp.streams_lead for spec in specs)
+    changes["residual_streams_first"] = any(spec.sp.residual_streams_first for spec in specs)
     return ModelSpec.from_fields(
         model.config.model_type, layer_num_outputs=max(spec.pp.layer_num_outputs for spec in specs), **changes
     )

@@ -18,20 +18,23 @@ class HeadBlock:
     Args:
         counts (`tuple[str, ...]`): Attributes that hold the number of heads or groups, or a width over all of them;
             attributes of the block's config are changed in a copy of the config.
-        weights (`Mapping[str, tuple[int, tuple[Width, ...]]]`): Parameter or buffer of the block -> its head dim and
-            the widths of the segments along that dim, each with entries for every head, or `()` for a single segment.
-        summed (`tuple[str, ...]`): Biases that are added once to the sum over all heads.
+        weights (`Mapping[str, tuple[int, tuple[Width, ...]]]`): Parameter or buffer of the block -> index of the dim
+            along which its heads lie, and the widths of the segments along that dim, each with entries for every head,
+            or `()` for a single segment. In Mamba, `in_proj.weight` holds states and gates in dim 0:
+            `(0, (("intermediate_size",), ("intermediate_size",)))`.
+        summed (`tuple[str, ...]`): Biases that are added once to the sum over all heads, such as `out_proj.bias`.
         norms (`tuple[str, ...]`): RMS norms over all heads, whose weights are listed in `weights`.
         all_head_linears (`tuple[str, ...]`): Linears without bias inside the block that read all heads and whose output
-            every head reads.
+            every head reads, such as Mamba's `x_proj`, which computes time steps, B and C from all channels.
         groups (`str`, *optional*): Entry of `counts` that holds the number of groups, as in grouped-query attention; a
             single group is replicated on all tensor parallel ranks.
         norms_of_groups (`tuple[str, ...]`): Norms over the heads of one group, whose weights are listed in `weights`.
-        lengths (`Mapping[str, str]`): Attribute -> the weight whose local size along the head dim it holds.
+        lengths (`Mapping[str, str]`): Attribute -> the weight whose local size along the dim of its heads it holds.
         routers (`tuple[str, ...]`): Routers whose choices every head uses. Every rank also reads their logits, which
             are the last value that they return.
         interleave_rounds (`int`, defaults to 1): Number of times that the segments repeat along a weight, each time
-            with an equal share of the heads, for a forward that splits its projections by a fixed number.
+            with an equal share of the heads, for a forward that splits its projections by a fixed number. CodeGen has
+            4: its fused weight holds the segments of the first quarter of the heads, then of the second, and so on.
     """
 
     counts: tuple[str, ...]
@@ -86,8 +89,8 @@ class SequenceParallelSpec:
             which are split along the sequence like the hidden states.
         sequence_dim (`int`, defaults to 1): Sequence dim of the hidden states, which is 1 for `[batch, sequence,
             hidden]` and 0 for `[sequence, batch, hidden]`.
-        streams_lead (`bool`, defaults to `False`): Whether layers with several residual streams return them as
-            `[streams, batch, sequence, hidden]` instead of `[batch, sequence, streams, hidden]`.
+        residual_streams_first (`bool`, defaults to `False`): Whether layers with several residual streams return them
+            as `[streams, batch, sequence, hidden]` instead of `[batch, sequence, streams, hidden]`.
         unshardable_arguments (`Mapping[str, str]`): Layer argument -> the reason why a layer that gets it cannot run on
             a shard of the sequence.
         hidden_state_recorder (`str`, *optional*): Method of the module that contains the layers, which records the
@@ -101,7 +104,7 @@ class SequenceParallelSpec:
     pointwise_containers: tuple[str, ...] = ()
     per_token_arguments: tuple[str, ...] = ()
     sequence_dim: int = 1
-    streams_lead: bool = False
+    residual_streams_first: bool = False
     unshardable_arguments: Mapping[str, str] = field(default_factory=dict)
     hidden_state_recorder: str | None = None
     layer_stacks: tuple[str, ...] = ()

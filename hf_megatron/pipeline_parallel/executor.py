@@ -47,7 +47,7 @@ class CellBuffers:
 
     Attributes:
         inputs: leaves that a stage's forward starts from; none for the first stage.
-        layouts: names of the inputs in a `Message`.
+        layouts: `Message.layout` of the inputs: meanings of the tensors after the hidden states.
         outputs: what a stage's forward returned, with its graph.
         leaving: messages that wait to be sent to the next stage.
         gradients: gradients of a stage's outputs.
@@ -72,7 +72,7 @@ class Execution:
         transport (`Transport`): communication with the neighboring ranks.
         forward (`Callable`): microbatch index -> output of the model's own forward.
         microbatches: the arguments of each.
-        kinds: one per microbatch, equal for those whose activations have equal shapes.
+        shape_keys: one per microbatch; equal keys mean equal activation shapes.
         read (`Callable`): (microbatch index, output of the last stage) -> tensors to differentiate.
         rank (`int`): this rank's index in the pipeline.
         parameters: stage -> its trainable parameters, if backward is split.
@@ -90,7 +90,7 @@ class Execution:
         transport: Transport,
         forward: Callable[[int], Any],
         microbatches: Sequence[dict[str, Any]],
-        kinds: Sequence[tuple[Hashable, ...]],
+        shape_keys: Sequence[tuple[Hashable, ...]],
         read: Callable[[int, Any], tuple[Tensor, ...]],
         *,
         rank: int,
@@ -100,7 +100,7 @@ class Execution:
     ):
         self.boundary, self.rank, self.transport = boundary, rank, transport
         self.microbatches = microbatches
-        self.forward, self.kinds, self.read, self.parameters = forward, kinds, read, parameters
+        self.forward, self.shape_keys, self.read, self.parameters = forward, shape_keys, read, parameters
         self.splits_backward = splits_backward
         self.record = record or (lambda kind, stage, microbatch: nullcontext())
         self.results: list[tuple[Tensor, ...]] = []
@@ -130,9 +130,9 @@ class Execution:
         peer = self._rank_of[stage - 1]
         with self.record("receive_forward", stage, microbatch):
             arriving = self.transport.receive(
-                peer, self._tag(stage, microbatch, False), (stage, self.kinds[microbatch])
+                peer, self._tag(stage, microbatch, False), (stage, self.shape_keys[microbatch])
             )
-        # Asynchronous: `_forward` waits for it. Activations [microbatch, sequence, hidden] and the stage payload.
+        # Asynchronous: `_forward` waits for it. Hidden states [batch of the microbatch, local, hidden] and the payload.
         self._buffers.arriving[Kind.FORWARD, stage, microbatch] = arriving
 
     def _send_forward(self, action: Action) -> None:
@@ -140,7 +140,7 @@ class Execution:
         peer, tag = self._rank_of[stage + 1], self._tag(stage + 1, microbatch, False)
         with self.record("send_forward", stage, microbatch):
             outputs = self._buffers.leaving.pop((stage, microbatch))
-            self.transport.send(outputs, peer, tag, (stage + 1, self.kinds[microbatch]))
+            self.transport.send(outputs, peer, tag, (stage + 1, self.shape_keys[microbatch]))
 
     def _forward(self, action: Action) -> None:
         stage, microbatch = cell = action.stage, action.microbatch

@@ -43,7 +43,8 @@ class Message:
     """Message from a stage to the next one.
 
     Args:
-        tensors: hidden states `[batch, sequence, hidden]`, then the payload's tensors of any shape.
+        tensors: hidden states `[batch of the microbatch, local, hidden]`, then the payload's tensors of any shape;
+            `local` is the sequence / cp, further divided by tp with sequence parallelism.
         layout (`str`): JSON list with the meanings of each tensor after the first; empty if all are router logits.
     """
 
@@ -196,7 +197,7 @@ class StagePayload:
         return payload
 
     def message(self, hidden_states: Tensor) -> Message:
-        """Returns the message with hidden states `[batch, sequence, hidden]` and the payload; each tensor once."""
+        """Returns the message with hidden states `[batch, local, hidden]` and the payload; each tensor once."""
         places: list[tuple[Tensor, list[Any]]] = [(logits, [_LOGITS]) for logits in self.logits]
         places += [
             (part, [_VALUE, index, position])

@@ -11,7 +11,7 @@ from ..compat.shared import Shared
 from ..core.communication.rng import MicrobatchStreams
 from ..data_parallel.fsdp import reshard
 from ..data_parallel.packed_sequences import POSITIONS
-from ..losses.batch_loss import Share
+from ..losses.batch_loss import LossDenominators
 from ..losses.inline_losses import with_known_targets
 from ..parallel_state import ParallelState
 from .batch_preparation import MicrobatchPlan
@@ -27,8 +27,8 @@ from .trial_forward import autocast_dtype, quiet_autocast
 if TYPE_CHECKING:
     from ..core.spans import SpanRecorder
 
-# Length of a kind that is shared by all microbatches of equal shapes; longer kinds belong to one microbatch.
-_SHARED_KIND = 2
+# Length of a shape key that all microbatches of equal shapes have; longer keys belong to one microbatch.
+_SHARED_KEY_LENGTH = 2
 
 
 class StageRunner(Shared):
@@ -98,7 +98,7 @@ class StageRunner(Shared):
             self.state.call.span = spans[microbatch_idx]
             try:
                 with (
-                    self.state.loss.over(_loss_share(plan, microbatch_idx)),
+                    self.state.loss.with_denominators(_loss_denominators(plan, microbatch_idx)),
                     self.streams.of(boundary.stage, microbatch_idx),
                 ):
                     return self.forward(**arguments)
@@ -112,7 +112,7 @@ class StageRunner(Shared):
             autocast_dtype(self.state.mesh.device.type),
             self.cut.dtypes(self.model),
         )
-        kinds = [
+        shape_keys = [
             (settings, self.images.describe(microbatch), *self._distinguish(idx, microbatch, grows=grows))
             for idx, microbatch in enumerate(plan.microbatches)
         ]
@@ -121,7 +121,7 @@ class StageRunner(Shared):
             self.transport,
             forward,
             plan.microbatches,
-            kinds,
+            shape_keys,
             read,
             rank=self.rank,
             parameters=self._trainable_parameters(),
@@ -130,7 +130,7 @@ class StageRunner(Shared):
         )
 
     def _distinguish(self, microbatch_idx: int, microbatch: dict[str, Any], *, grows: bool) -> tuple[int, ...]:
-        """Returns an addition to the kind of a microbatch whose activations may differ in shape from its equals'.
+        """Returns an addition to the shape key of a microbatch whose activations may differ in shape from its equals'.
 
         They do if cp ranks hold different tokens of a padded or packed sequence, or if a cache that is sent grows.
         """
@@ -143,8 +143,8 @@ class StageRunner(Shared):
         self._calls += 1
         with quiet_autocast():
             execution.run(actions)
-        # Kinds of single microbatches never occur again.
-        self.transport.forget(kind for kind in execution.kinds if len(kind) > _SHARED_KIND)
+        # Keys of single microbatches never occur again.
+        self.transport.forget(key for key in execution.shape_keys if len(key) > _SHARED_KEY_LENGTH)
         # Modules before and after the layers stay unsharded during a schedule; see `fsdp.shard_weights`.
         if self.state.shards_weights:
             reshard(self.cut.ends(self.model))
@@ -165,8 +165,8 @@ class StageRunner(Shared):
         }
 
 
-def _loss_share(plan: MicrobatchPlan, microbatch_idx: int) -> Share | None:
-    """Returns the share of the batch's loss that a microbatch computes."""
+def _loss_denominators(plan: MicrobatchPlan, microbatch_idx: int) -> LossDenominators | None:
+    """Returns the denominators of a microbatch's loss; `None` without a loss."""
     if plan.denominators is None:
         return None
     weight = plan.weights[microbatch_idx]
@@ -174,7 +174,7 @@ def _loss_share(plan: MicrobatchPlan, microbatch_idx: int) -> Share | None:
     # A repeated microbatch has weight 0 and no targets: any divisor but 0 will do.
     scale = weight or 1.0
     divisors = {name: value * scale for name, value in targets.items()}
-    return Share(divisors, samples * scale, plan.microbatches[microbatch_idx], weight > 0)
+    return LossDenominators(divisors, samples * scale, plan.microbatches[microbatch_idx], weight > 0)
 
 
 def default_loss_scale(device: torch.device) -> float:

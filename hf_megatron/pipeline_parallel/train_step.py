@@ -76,7 +76,7 @@ class TrainStep:
         self._reached = self.gradients.reached()
         [loss] = with_backward(self.backward, (self.losses[0],), inputs.tensors, self._reached)
         aux_loss = None
-        if pipeline.has_auxiliary_loss(self.losses[2], execution.kinds[0][:2]):
+        if pipeline.has_auxiliary_loss(self.losses[2], execution.shape_keys[0][:2]):
             aux_loss = reported("aux_loss", self.losses[1])
         unavailable = {name: UnavailableLogits() for name in pipeline.trial_forward.logits}
         return PipelineOutput(loss=loss, aux_loss=aux_loss, **unavailable)
@@ -98,7 +98,7 @@ class TrainStep:
         dist.broadcast(self.losses, group=self.state.mesh.pp_group, group_src=self.pipeline.runner.last_rank)
         if not self.is_counted or self.state.config.router_aux_loss_scope != "batch":
             # Counted losses are divided by the count of all ranks already.
-            self.state.loss.mean_over_ranks(self.losses[1:2] if self.is_counted else self.losses[:2])
+            self.state.loss.average_over_ranks_(self.losses[1:2] if self.is_counted else self.losses[:2])
 
     def backward(self, upstream: tuple[Tensor, ...], *, accumulates: bool, wants_weights: bool) -> Gradients:
         """Scales the gradients of the schedule by the gradient of the loss; see `outputs.Backward`."""

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from ..compat.shared import Shared
 from ..data_parallel.fsdp import reshard
 from ..errors import MegatronError, UnsupportedError
-from ..losses.batch_loss import Share
+from ..losses.batch_loss import LossDenominators
 from ..losses.inline_losses import with_known_targets
 from ..losses.targets import target_names, with_codebooks, with_every_label
 from ..parallel_state import ParallelState
@@ -109,7 +109,9 @@ class TrialForward(Shared):
         devices = [self.mesh.device] if self.mesh.device.type == "cuda" else []
         with torch.random.fork_rng(devices), quiet_autocast(), self.cut.boundary.running_trial():
             for stage in self.cut.boundary.stages.of_rank(self.mesh.pp_rank):
-                with self.loss.over(Share(dict.fromkeys(with_codebooks(plain), 1.0), 1.0, plain, is_probe=True)):
+                with self.loss.with_denominators(
+                    LossDenominators(dict.fromkeys(with_codebooks(plain), 1.0), 1.0, plain, is_probe=True)
+                ):
                     seen = self._images.arguments(part, stage, is_probe=True)
                     output = self.cut.boundary.run(stage, None, functools.partial(self._forward, **seen))
                     if stage == len(self.cut.boundary.stages.ranges) - 1 and not is_read:

@@ -179,7 +179,7 @@ def install(model: Any, state: ParallelState) -> None:
     check.check(model)
     check.install(state.hooks)
     # Shared state for replicated activations, local state for sharded ones.
-    streams = TensorParallelRng(mesh.device, mesh.tp_rank)
+    rng = TensorParallelRng(mesh.device, mesh.tp_rank)
     # A pipeline may have removed modules since the plan was made.
     structure = plan.structure.restricted_to({name for name, _ in model.named_modules()})
     packs = config.packs_activations(dist.get_backend(mesh.tp_group))
@@ -187,11 +187,11 @@ def install(model: Any, state: ParallelState) -> None:
         structure,
         plan.styles,
         mesh.tp_group,
-        streams,
+        rng,
         sequence_parallel=config.sequence_parallel,
         packs=packs,
         sequence_dim=state.spec.sp.sequence_dim,
-        streams_lead=state.spec.sp.streams_lead,
+        residual_streams_first=state.spec.sp.residual_streams_first,
     )
     forwards = ActiveForwards()
     forwards.install(model, state.hooks)
@@ -223,7 +223,7 @@ def install(model: Any, state: ParallelState) -> None:
         )
     OutputChecks(refused).install(state.hooks)
     # A previous forward may have raised inside a layer, with the local RNG state active.
-    SyncedRngState(mesh.device, mesh.host_group(AXIS), streams.use_shared_rng).install(state.hooks)
+    SyncedRngState(mesh.device, mesh.host_group(AXIS), rng.use_shared_rng).install(state.hooks)
     _guard_activations(model, state, plan, structure, regions, forwards, first_hook)
 
 
@@ -232,7 +232,7 @@ def _keep_full_states(model: Any, state: ParallelState, regions: Regions) -> Non
     if (name := state.spec.sp.hidden_state_recorder) is not None:
         for layers, stack in regions.stacks.items():
             owner = model.get_submodule(layers.rpartition(".")[0])
-            state.patches.replace(owner, name, stack.replicated_by(getattr(owner, name)))
+            state.patches.replace(owner, name, stack.with_gathered_states(getattr(owner, name)))
 
 
 def _guard_activations(
@@ -264,7 +264,7 @@ def _guard_activations(
         if next(model.get_submodule(name).children(), None) is not None:
             forwards.install(model.get_submodule(name), state.hooks)
     calls = CallsInHooks(activations, {id(module): name for name, module in modules.items()}, forwards)
-    hooks = UserHooks(activations, regions.streams, calls, modules, first_hook)
+    hooks = UserHooks(activations, regions.rng, calls, modules, first_hook)
     hooks.install(state.hooks, *models)
     state.placed.setdefault(GUARDS, []).extend([exchanged, hooks])
 
@@ -298,7 +298,7 @@ def _install_style(
         mesh=mesh,
         gradient={parameter: sharding.gradient for parameter, sharding in shardings.items()},
         region=regions.of_linear.get(name),
-        streams=regions.streams,
+        rng=regions.rng,
         forwards=forwards,
         copies=plan.head_copies.get(name, 1),
         rotary_dim=getattr(text, "qk_rope_head_dim", None),

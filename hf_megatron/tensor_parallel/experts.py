@@ -21,8 +21,8 @@ class PartialSum(Shared):
     the output is a partial sum.
     """
 
-    def __init__(self, group: dist.ProcessGroup, streams: TensorParallelRng, *, copy_inputs: bool = True):
-        self.group, self.streams = group, streams
+    def __init__(self, group: dist.ProcessGroup, rng: TensorParallelRng, *, copy_inputs: bool = True):
+        self.group, self.rng = group, rng
         self.copy_inputs = copy_inputs
 
     def install(self, module: nn.Module, hooks: ForwardHooks) -> None:
@@ -39,7 +39,7 @@ class PartialSum(Shared):
         return tuple(map(self._copy, args)), {name: self._copy(value) for name, value in kwargs.items()}
 
     def _leave(self, module: nn.Module, args: tuple, output: Any) -> Any:
-        self.streams.use_shared_rng()
+        self.rng.use_shared_rng()
         if isinstance(output, Tensor):
             # [tokens, hidden]: each rank computed its slice of every expert's width.
             return reduce_from_ranks(output, self.group)

@@ -228,8 +228,8 @@ class PartialHeads(Shared):
     LoRA factors have no head structure: with adapters inside, every rank computes the full block with frozen weights.
     """
 
-    def __init__(self, heads: HeadBlock, group: dist.ProcessGroup, streams: TensorParallelRng):
-        self.group, self.streams = group, streams
+    def __init__(self, heads: HeadBlock, group: dist.ProcessGroup, rng: TensorParallelRng):
+        self.group, self.rng = group, rng
         self.own = HeadsOfRank(heads, group)
         self._is_replicated = False
 
@@ -256,7 +256,7 @@ class PartialHeads(Shared):
         self.own.give_back()
         if self._is_replicated or output is None:
             return output
-        self.streams.use_shared_rng()
+        self.rng.use_shared_rng()
         if isinstance(output, Tensor):
             # [batch, sequence, hidden]: partial sum over this rank's heads.
             return reduce_from_ranks(output, self.group)

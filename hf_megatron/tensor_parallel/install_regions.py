@@ -40,23 +40,24 @@ class Regions(Shared):
         structure: Structure,
         styles: Mapping[str, str],
         group: dist.ProcessGroup,
-        streams: TensorParallelRng,
+        rng: TensorParallelRng,
         *,
         sequence_parallel: bool,
         packs: bool,
         sequence_dim: int = SEQUENCE_DIM,
-        streams_lead: bool = False,
+        residual_streams_first: bool = False,
     ):
-        self.group, self.streams = group, streams
+        self.group, self.rng = group, rng
         stacks = structure.stacks if sequence_parallel else ()
         self.stacks = {
-            name: SequenceStack(group, sequence_dim=sequence_dim, streams_lead=streams_lead) for name in stacks
+            name: SequenceStack(group, sequence_dim=sequence_dim, residual_streams_first=residual_streams_first)
+            for name in stacks
         }
         self.unsharded = structure.unsharded if sequence_parallel else {}
         # Shared by all regions, so that at most one regathered input exists at a time.
         inputs = GatheredInputs(sequence_dim, group) if packs else None
         self.uniform = {
-            block: UniformRegion(group, streams, self.stacks.get(structure.stack_of.get(block, "")), inputs)
+            block: UniformRegion(group, rng, self.stacks.get(structure.stack_of.get(block, "")), inputs)
             for block in structure.uniform
         }
         self.of_linear = {row: self.uniform[block] for block, row in structure.uniform.items()}
@@ -89,28 +90,28 @@ class Regions(Shared):
             region.install(model.get_submodule(block), hooks)
         for block, name in self.unsharded.items():
             further = lookup(block, per_token_inputs) or ()
-            FullSequenceRegion(self.stacks[name], self.streams, further).install(model.get_submodule(block), hooks)
+            FullSequenceRegion(self.stacks[name], self.rng, further).install(model.get_submodule(block), hooks)
         for name, stack in self.stacks.items():
             layers: Any = model.get_submodule(name)
             # With layer drop no fixed layer is the first or the last one.
-            stack.may_leave_out = leaves_layers_out(model.config)
+            stack.has_layer_drop = leaves_layers_out(model.config)
             stack.install(layers, hooks, full_prefix)
             # Off-stage layers are placeholders.
             owned = list(filter(computes_here, layers))
             for layer in owned:
-                draw_alone(layer, self.streams)
+                draw_alone(layer, self.rng)
             if arguments or unshardable:
                 SequenceArguments(arguments, self.group, unshardable or {}).install(owned, hooks)
         if self.stacks:
             hooks.add("sequence ends", self._require_ends)
             for name in self.stacks:
                 hooks.add_to(
-                    _around_layers(model, name), "sequence ends", exit=functools.partial(self._require_left, name)
+                    _around_layers(model, name), "sequence ends", exit=functools.partial(self._require_exited, name)
                 )
-        return self._leave_split if self.stacks else None
+        return self._exit_without_gather if self.stacks else None
 
-    def _leave_split(self, hidden_states: Tensor, layers: str) -> Tensor:
-        return self.stacks[layers].leave_split(hidden_states) if layers in self.stacks else hidden_states
+    def _exit_without_gather(self, hidden_states: Tensor, layers: str) -> Tensor:
+        return self.stacks[layers].exit_without_gather(hidden_states) if layers in self.stacks else hidden_states
 
     def gather_token_outputs(self, part: Any) -> Any:
         """Gathers per-token outputs of layers with a sharded sequence, `[local tokens, ...]` -> `[tokens, ...]`."""
@@ -128,8 +129,8 @@ class Regions(Shared):
             stack.is_inside = False
             stack.require_ends(model.get_submodule(name), name)
 
-    def _require_left(self, name: str, around: nn.Module, args: tuple, output: Any) -> None:
-        self.stacks[name].require_left(name)
+    def _require_exited(self, name: str, around: nn.Module, args: tuple, output: Any) -> None:
+        self.stacks[name].require_exited(name)
 
 
 def leaves_layers_out(config: PreTrainedConfig) -> bool:

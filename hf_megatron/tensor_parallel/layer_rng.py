@@ -57,10 +57,10 @@ def _on_own_stream(base: Any) -> type[nn.Module]:
     return type(base.__name__, (base,), {"forward": forward})
 
 
-def draw_alone(layer: nn.Module, streams: TensorParallelRng) -> None:
+def draw_alone(layer: nn.Module, rng: TensorParallelRng) -> None:
     """Switches to the local RNG state inside a layer of a sharded sequence.
 
     A subclass rather than hooks: transformers recomputes `forward`, which has to switch the state again.
     """
-    object.__setattr__(layer, "_random_streams", streams)
+    object.__setattr__(layer, "_random_streams", rng)
     layer.__class__ = _on_own_stream(type(layer))  # type: ignore[arg-type]

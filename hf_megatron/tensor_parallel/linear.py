@@ -22,7 +22,7 @@ class ParallelLinear(nn.Linear):
     """
 
     mesh: ParallelMesh
-    streams: TensorParallelRng
+    rng: TensorParallelRng
     forwards: ActiveForwards
     # Its name, if it takes or returns sharded tensors.
     shard_name: str | None = None
@@ -72,7 +72,7 @@ class ColumnParallelLinear(ParallelLinear):
             return gather_from_ranks(y, -1, self.out_features, self.group)
         if self.training:
             # The output differs between ranks: dropout until the row-parallel linear draws from the local RNG state.
-            self.streams.use_local_rng()
+            self.rng.use_local_rng()
         return y
 
 
@@ -91,7 +91,7 @@ class RowParallelLinear(ParallelLinear):
         if self.region is None:
             # Partial sum over this rank's input features, [..., out_features], then all-reduced.
             y = self.matmul(x)
-            self.streams.use_shared_rng()
+            self.rng.use_shared_rng()
             y = reduce_from_ranks(y, self.group)
         else:
             x, saving = self.region.row_input(x)

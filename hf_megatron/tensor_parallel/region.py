@@ -9,7 +9,7 @@ Sequence parallel, the residual stream between blocks is sharded along the seque
     x/tp --gather_from_ranks--> column linears -> row linear --reduce_scatter_to_ranks--> x/tp
 
 A block is *uniform* when only column-parallel linears read its input and one row-parallel linear computes its output;
-its collectives are then fused at the entry and in the row-parallel linear. Any other block (router, latent projections,
+its collectives run once, at the entry and in the row-parallel linear. Any other block (router, latent projections,
 state space mixers) is computed on the full sequence as without sequence parallelism: gathered at its entry and split at
 its exit.
 """
@@ -69,24 +69,24 @@ class SequenceStack(Shared):
     """Stack of layers whose residual stream is sharded over the group along the sequence.
 
     Attributes:
-        may_leave_out: whether the loop skips layers at random; every layer then splits and gathers the sequence.
+        has_layer_drop: whether the loop skips layers at random; every layer then splits and gathers the sequence.
     """
 
     group: dist.ProcessGroup
-    may_leave_out: bool = False
+    has_layer_drop: bool = False
     batch: int = 0
     length: int = 0
     is_inside: bool = False
     sequence_dim: int = SEQUENCE_DIM
-    streams_lead: bool = False
+    residual_streams_first: bool = False
 
     def get_token_dim(self, tensor: Tensor) -> int:
         """Returns the token dim of a tensor; between layers a dim of hyper-connection streams may precede the batch."""
-        return self.sequence_dim + (self.streams_lead and tensor.dim() == 4)
+        return self.sequence_dim + (self.residual_streams_first and tensor.dim() == 4)
 
     def install(self, layers: nn.ModuleList, hooks: ForwardHooks, full_prefix: tuple[int, ...] = ()) -> None:
         # Split before the first layer and gather after the last one, or around each layer or recorded position.
-        for first in range(len(layers)) if self.may_leave_out else {0, *full_prefix}:
+        for first in range(len(layers)) if self.has_layer_drop else {0, *full_prefix}:
             hooks.add_to(layers[first], "sequence parallel stack", self._enter)
             # For 0 this is the last layer.
             hooks.add_to(layers[first - 1], "sequence parallel stack", exit=self._leave)
@@ -124,7 +124,7 @@ class SequenceStack(Shared):
         """Gathers router outputs of local tokens, `[batch * sequence / tp, experts]`; returns other values as is."""
         if not isinstance(part, Tensor) or part.dim() != 2:
             return part
-        # The last rank may hold fewer tokens.
+        # Batch-first: the only sequence-first model, XLNet, has no routers. The last rank may hold fewer tokens.
         start, stop = bounds(self.length, dist.get_world_size(self.group), dist.get_rank(self.group))
         tokens = part.view(self.batch, stop - start, part.shape[1])
         # [batch, local, experts] -> [batch, sequence, experts] -> [batch * sequence, experts]
@@ -146,7 +146,7 @@ class SequenceStack(Shared):
 
         return of_full
 
-    def replicated_by(self, function: Callable[..., Any]) -> Callable[..., Any]:
+    def with_gathered_states(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Wraps a function of the loop that records hidden states, its first argument, so that it gets full ones."""
 
         @functools.wraps(function)
@@ -158,14 +158,14 @@ class SequenceStack(Shared):
     def _unsharded(self, hidden_states: Tensor) -> Tensor:
         return gather_from_ranks(hidden_states, self.get_token_dim(hidden_states), self.length, self.group)
 
-    def leave_split(self, hidden_states: Tensor) -> Tensor:
+    def exit_without_gather(self, hidden_states: Tensor) -> Tensor:
         """Ends the local part of a stack on a pipeline stage; `[batch, sequence / tp, hidden]` stays sharded."""
-        if self.may_leave_out:
+        if self.has_layer_drop:
             return hidden_states
         self.is_inside = False
         return _RestoreLength.apply(hidden_states, self)
 
-    def require_left(self, name: str) -> None:
+    def require_exited(self, name: str) -> None:
         """Raises `UnsupportedError` if a forward ended without calling the last layer."""
         if self.is_inside:
             self.is_inside = False
@@ -181,31 +181,33 @@ class SequenceStack(Shared):
 
 @dataclass
 class UniformRegion(Shared):
-    """Block whose input only column-parallel linears read and whose output one row-parallel linear makes.
-
-    With `inputs` its linears save shards, and recompute what can be recomputed
-    (`MegatronConfig.shard_saved_activations`).
+    """Attention or MLP block: column-parallel linears read its input, one row-parallel linear computes its output.
 
     Attributes:
+        rng: shared while ranks compute the same values, local while they compute shards.
+        stack (`SequenceStack`, *optional*): the stack around the block, if its sequence is sharded.
+        inputs (`GatheredInputs`, *optional*): set if the block's linears save shards for backward, and recompute what
+            can be recomputed (`MegatronConfig.shard_saved_activations`).
+        gathered (`GatheredInput`, *optional*): the gathered input of the current forward, saved as a shard.
         is_inside: whether a forward is between the block's entry and the reduction in its row-parallel linear.
-        own_tokens (`Callable`, *optional*): with a sharded sequence, the tokens to keep of a partial output `[batch,
+        select_tokens (`Callable`, *optional*): with a sharded sequence, the tokens to keep of a partial output `[batch,
             sequence, hidden]` before it is reduce-scattered.
     """
 
     group: dist.ProcessGroup
-    streams: TensorParallelRng
+    rng: TensorParallelRng
     stack: SequenceStack | None = None
     inputs: GatheredInputs | None = None
     gathered: GatheredInput | None = None
     is_inside: bool = False
-    own_tokens: Callable[[Tensor], Tensor] | None = None
+    select_tokens: Callable[[Tensor], Tensor] | None = None
 
     def install(self, block: nn.Module, hooks: ForwardHooks) -> None:
         hooks.add_to(block, "uniform region", self._enter)
 
     def _enter(self, block: nn.Module, args: tuple, kwargs: dict[str, Any]):
         # Before the column-parallel linears all ranks hold the same values.
-        self.streams.use_shared_rng()
+        self.rng.use_shared_rng()
         self.is_inside = True
         return replace_input(block, args, kwargs, self.enter)
 
@@ -241,7 +243,8 @@ class UniformRegion(Shared):
         return recomputed_for(x)
 
     def _unflatten(self, tokens: Tensor) -> Tensor:
-        # Some layers pass `[batch * sequence, hidden]` to their linears; a rank may hold no tokens at all.
+        # Some layers pass `[batch * sequence, hidden]` to their linears, in batch-first models only; a rank may hold no
+        # tokens at all.
         assert self.stack is not None
         return tokens.view(self.stack.batch, tokens.shape[0] // self.stack.batch, tokens.shape[1])
 
@@ -250,12 +253,12 @@ class UniformRegion(Shared):
         self.gathered, self.is_inside = None, False
         if self.stack is None:
             # All-reduce: [batch, sequence, hidden] replicated from here on, and random numbers shared.
-            self.streams.use_shared_rng()
+            self.rng.use_shared_rng()
             return reduce_from_ranks(partial_output, self.group)
         if partial_output.dim() == 2:
             return self.leave(self._unflatten(partial_output)).flatten(0, 1)
-        if self.own_tokens is not None:
-            partial_output = self.own_tokens(partial_output)
+        if self.select_tokens is not None:
+            partial_output = self.select_tokens(partial_output)
         # Reduce-scatter: [batch, sequence, hidden] -> [batch, sequence / tp, hidden].
         return reduce_scatter_to_ranks(partial_output, self.stack.sequence_dim, self.group)
 
@@ -269,7 +272,7 @@ class FullSequenceRegion(Shared):
     """
 
     stack: SequenceStack
-    streams: TensorParallelRng
+    rng: TensorParallelRng
     further: tuple[str, ...] = ()
 
     def install(self, block: nn.Module, hooks: ForwardHooks) -> None:
@@ -287,18 +290,18 @@ class FullSequenceRegion(Shared):
             # block computes the same everywhere, or its style sums it): split in the backward, no reduction.
             return gather_from_ranks(hidden_states, self.stack.sequence_dim, self.stack.length, self.stack.group)
 
-        self.streams.use_shared_rng()
+        self.rng.use_shared_rng()
         args, kwargs = replace_arguments(block, args, kwargs, dict.fromkeys(self.further, gather))
         return replace_input(block, args, kwargs, gather)
 
     def _leave(self, block: nn.Module, args: tuple, output: Any) -> Any:
         def split(unsharded: Tensor) -> Tensor:
             if unsharded.dim() == 2:
-                # MoE blocks may return flattened tokens: [batch * sequence, hidden].
+                # MoE blocks may return flattened tokens: [batch * sequence, hidden]; their models are batch-first.
                 unsharded = unsharded.unflatten(0, (self.stack.batch, self.stack.length))
             # [batch, sequence, hidden] -> [batch, sequence / tp, hidden]; all-gather in the backward.
             return split_over_ranks(unsharded, self.stack.sequence_dim, self.stack.group)
 
         if block.training:
-            self.streams.use_local_rng()
+            self.rng.use_local_rng()
         return replace_output(output, split)

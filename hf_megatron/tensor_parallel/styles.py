@@ -62,7 +62,7 @@ class ModuleContext:
     name: str
     mesh: ParallelMesh
     gradient: Mapping[str, GradientRule]
-    streams: TensorParallelRng
+    rng: TensorParallelRng
     forwards: ActiveForwards
     hooks: ForwardHooks
     region: UniformRegion | None = None
@@ -130,7 +130,7 @@ class _Linear(Style):
         swap_class(module, self.parallel_class)
         assert isinstance(module, ParallelLinear)
         module.mesh = context.mesh
-        module.region, module.streams, module.forwards = context.region, context.streams, context.forwards
+        module.region, module.rng, module.forwards = context.region, context.rng, context.forwards
         if transposed:
             module.weight_dim_out = 1
             # Conv1D keeps [in, out] and does not define these attributes.
@@ -233,7 +233,7 @@ class _PartialSum(Style):
         return GradientRule() if placement.is_split else GradientRule(sum=AXIS)
 
     def install(self, module: nn.Module, context: ModuleContext) -> None:
-        PartialSum(context.mesh.tp_group, context.streams, copy_inputs=self.copy_inputs).install(module, context.hooks)
+        PartialSum(context.mesh.tp_group, context.rng, copy_inputs=self.copy_inputs).install(module, context.hooks)
 
 
 class _HeadsOfRank(Style):
@@ -246,7 +246,7 @@ class _HeadsOfRank(Style):
 
     def install(self, module: nn.Module, context: ModuleContext) -> None:
         assert context.heads is not None
-        PartialHeads(context.heads, context.mesh.tp_group, context.streams).install(module, context.hooks)
+        PartialHeads(context.heads, context.mesh.tp_group, context.rng).install(module, context.hooks)
 
 
 class _SummedInside(Style):
@@ -330,9 +330,9 @@ class _DrawsAlike(Style):
     """Dropout of replicated values inside a block where other modules draw for the rank's heads."""
 
     def install(self, module: nn.Module, context: ModuleContext) -> None:
-        streams = context.streams
-        module.register_forward_pre_hook(lambda *_: streams.use_shared_rng())
-        module.register_forward_hook(lambda dropout, *_: streams.use_local_rng() if dropout.training else None)
+        rng = context.rng
+        module.register_forward_pre_hook(lambda *_: rng.use_shared_rng())
+        module.register_forward_hook(lambda dropout, *_: rng.use_local_rng() if dropout.training else None)
 
 
 class _SplitDim(Style):

@@ -30,7 +30,7 @@ def shard_lora(tuner: Any, site: Site) -> None:
         for which, factor in zip(_FACTORS, pair, strict=True):
             _place(getattr(tuner, which)[adapter], f"{which}.{adapter}", factor, site)
         if factors is not None:
-            draw_in_turn(tuner.lora_dropout[adapter], site.streams, is_replicated=factors.input_is_full)
+            draw_in_turn(tuner.lora_dropout[adapter], site.rng, is_replicated=factors.input_is_full)
         shard_dora(tuner, adapter, factors, site)
 
 
@@ -78,7 +78,7 @@ def _place(linear: nn.Module, inner: str, factor: Factor | None, site: Site) -> 
         return
     swap_class(linear, factor.kind)
     linear.mesh, linear.forwards = site.state.mesh, site.forwards  # type: ignore[assignment]
-    linear.streams, linear.region = site.streams, factor.region  # type: ignore[assignment]
+    linear.rng, linear.region = site.rng, factor.region  # type: ignore[assignment]
     linear.copies = factor.rule.copies or 1  # type: ignore[assignment]
     # The name marks linears with sharded inputs or outputs or partial gradients: calls outside the model's forward
     # raise.
@@ -89,20 +89,20 @@ def _place(linear: nn.Module, inner: str, factor: Factor | None, site: Site) -> 
 
 
 class _Dropout(nn.Dropout):
-    streams: TensorParallelRng
+    rng: TensorParallelRng
     is_replicated: bool
 
     def forward(self, x: Tensor) -> Tensor:
         # A replicated input needs identical dropout masks on all tp ranks, a sharded one different masks.
-        with self.streams.replicated() if self.is_replicated else self.streams.own():
+        with self.rng.replicated() if self.is_replicated else self.rng.own():
             return super().forward(x)
 
 
-def draw_in_turn(dropout: nn.Module, streams: TensorParallelRng, *, is_replicated: bool) -> None:
+def draw_in_turn(dropout: nn.Module, rng: TensorParallelRng, *, is_replicated: bool) -> None:
     """Configures an adapter's dropout to draw from the shared or local RNG, whichever fits its input."""
     if isinstance(dropout, nn.Dropout):
         dropout.__class__ = _Dropout
-        dropout.streams, dropout.is_replicated = streams, is_replicated  # type: ignore[assignment]
+        dropout.rng, dropout.is_replicated = rng, is_replicated  # type: ignore[assignment]
 
 
 class LocalDict(nn.ParameterDict):

@@ -41,8 +41,8 @@ class Site:
         return self.state.placed.get(NAME) is not None
 
     @property
-    def streams(self) -> TensorParallelRng:
-        return self.state.placed[REGIONS].streams
+    def rng(self) -> TensorParallelRng:
+        return self.state.placed[REGIONS].rng
 
     @property
     def forwards(self) -> ActiveForwards:

@@ -135,13 +135,13 @@ def evaluated(trainer: Any, state: ParallelState, inputs: Any, step: Callable[[A
     rows = find_batch_size(inputs)
     inputs = local_samples(trainer, state, inputs, trainer.args.eval_batch_size)
     kept = find_batch_size(inputs)
-    with state.loss.together(counts=not isinstance(inputs, EmptyBatch)):
+    with state.loss.normalizing_over_ranks(counts=not isinstance(inputs, EmptyBatch)):
         loss, *predictions = step(inputs)
     if loss is not None:
         # With `num_items_in_batch` each rank returns its share of the loss, but Trainer weights ranks by batch size:
         # average over the ranks here, so that all have the same loss.
         loss = gather_full_tensor(loss) if isinstance(loss, DTensor) else loss.clone()
-        state.loss.mean_over_ranks(loss)
+        state.loss.average_over_ranks_(loss)
         loss = loss.as_subclass(EvaluationLoss)
     return loss, *(_filled_up(prediction, kept, rows) for prediction in predictions)
 

@@ -87,7 +87,7 @@ def distillation_compute_loss(
     counted = mask if "tool_mask" not in inputs else mask * inputs["tool_mask"]
     counted = torch.cat([torch.zeros_like(inputs["prompt_mask"]), counted], 1)
     targets = next_tokens(ids.masked_fill(counted == 0, IGNORE_INDEX))
-    with state.loss.together():
+    with state.loss.normalizing_over_ranks():
         divergences, entropy = _divergences(self, ids, attention_mask, targets, self.temperature)
         if is_training and inputs.get("num_items_in_batch") is not None:
             count = inputs["num_items_in_batch"].clamp(min=1.0) / self.accelerator.num_processes

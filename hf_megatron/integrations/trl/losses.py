@@ -41,7 +41,7 @@ def dpo_loss(original: Callable, self: Any, model: Any, inputs: Any, return_outp
     if not self.model.training:
         require_full_batch(self, inputs, is_evaluated=True)
     # Evaluations need it too, for the router loss.
-    with state.loss.together():
+    with state.loss.normalizing_over_ranks():
         if OVER_THE_BATCH.isdisjoint(self.loss_types):
             return original(self, model, inputs, return_outputs)
         loss = _over_the_batch(original, self, model, inputs, state)
@@ -73,7 +73,7 @@ def _over_the_batch(original: Callable, trainer: Any, model: Any, inputs: Any, s
 def kto_loss(original: Callable, self: Any, *args: Any, **kwargs: Any) -> Any:
     """Computes KTO's loss, with the router loss of evaluations over all replicas."""
     state = _spread(self)
-    with nullcontext() if state is None else state.loss.together():
+    with nullcontext() if state is None else state.loss.normalizing_over_ranks():
         return original(self, *args, **kwargs)
 
 
@@ -102,7 +102,7 @@ def _replace_token_mean(original: Callable, trainer: Any, model: Any, batch: Any
     # The mean over zero tokens is NaN, and so is its product with zero.
     total = outputs[4].nan_to_num() * count
     # Evaluations take part as well: gathering their metrics is collective.
-    with state.loss.together():
+    with state.loss.normalizing_over_ranks():
         return *outputs[:4], state.loss.mean(total, count), *outputs[5:]
 
 

@@ -233,7 +233,7 @@ def compute_global_loss(original: Callable, self: Any, model: Any, inputs: Any) 
     """Computes the loss `()` over the samples of all replicas, also for losses that are not means over samples."""
     state = parallel_state(self.model)
     # Evaluations also span all replicas, for the router loss: every replica has full batches.
-    with nullcontext() if state is None else state.loss.together(), replaying(self, inputs):
+    with nullcontext() if state is None else state.loss.normalizing_over_ranks(), replaying(self, inputs):
         loss = original(self, model, inputs)
     if state is None or not state.loss.has_data_parallel:
         return loss
@@ -273,7 +273,7 @@ def predict_over_replicas(original: Callable, self: Any, *args: Any, **kwargs: A
     state = parallel_state(self.model)
     if state is not None and state.loss.has_data_parallel:
         loss = loss.clone()
-        state.loss.mean_over_ranks(loss)
+        state.loss.average_over_ranks_(loss)
         loss = loss.as_subclass(EvaluationLoss)
     return loss, *rest
 

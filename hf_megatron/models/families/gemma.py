@@ -54,7 +54,7 @@ def gemma3n_text(model: Any) -> ModelSpec:
         # Pointwise over tokens.
         pointwise_containers=("layers.*.altup", "layers.*.laurel"),
         per_token_arguments=("per_layer_input",),
-        streams_lead=True,
+        residual_streams_first=True,
         pre_layer_arguments=("per_layer_input",),
         mutable_layer_arguments=("shared_kv_states",),
         no_zero_bubble="each of its layers calls its router twice.",

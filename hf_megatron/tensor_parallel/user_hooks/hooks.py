@@ -80,8 +80,8 @@ def reject_hook_inputs(tensors: Iterable[Any]) -> None:
 class _Before:
     """Forward pre-hook that passes the full input of a module to a user's hook."""
 
-    def __init__(self, hook: Any, name: str, form: Form, streams: TensorParallelRng, calls: CallsInHooks):
-        self.hook, self.name, self.form, self.streams, self.calls = hook, name, form, streams, calls
+    def __init__(self, hook: Any, name: str, form: Form, rng: TensorParallelRng, calls: CallsInHooks):
+        self.hook, self.name, self.form, self.rng, self.calls = hook, name, form, rng, calls
         _mark_identical(self, hook)
 
     def __call__(self, module: nn.Module, args: tuple, kwargs: dict[str, Any] | None = None) -> Any:
@@ -89,7 +89,7 @@ class _Before:
         opened = _Opened(self.form, args, kwargs or {}, self.name)
         _reject_extra_shards(self.form, opened.unsharded, opened.call, self.name)
         # All ranks run the hook on the same tensor, so random numbers come from the shared RNG state.
-        with self.streams.replicated(), self.calls.guarded(self.name):
+        with self.rng.replicated(), self.calls.guarded(self.name):
             result = self.hook(module, *(opened.call[:1] if kwargs is None else opened.call))
         opened.reject_gradient_hooks(self.name)
         if opened.was_edited():
@@ -108,8 +108,8 @@ class _Before:
 class _After:
     """Forward hook that passes the full input and output of a module to a user's hook."""
 
-    def __init__(self, hook: Any, name: str, forms: Forms, streams: TensorParallelRng, calls: CallsInHooks):
-        self.hook, self.name, self.forms, self.streams, self.calls = hook, name, forms, streams, calls
+    def __init__(self, hook: Any, name: str, forms: Forms, rng: TensorParallelRng, calls: CallsInHooks):
+        self.hook, self.name, self.forms, self.rng, self.calls = hook, name, forms, rng, calls
         _mark_identical(self, hook)
 
     def __call__(self, module: nn.Module, args: tuple, *rest: Any) -> Any:
@@ -125,7 +125,7 @@ class _After:
         _reject_extra_shards(input_form, opened.unsharded, opened.call, self.name)
         # Gather the output, run the hook on all ranks, split its result again.
         full_output = change_output(output, returned.open, maps and maps.open)
-        with self.streams.replicated(), self.calls.guarded(self.name):
+        with self.rng.replicated(), self.calls.guarded(self.name):
             result = self.hook(module, *opened.call[: 1 + len(kwargs)], full_output)
         opened.reject_gradient_hooks(self.name)
         return change_output(full_output if result is None else result, returned.close, maps and maps.close)
@@ -144,14 +144,14 @@ class UserHooks:
     def __init__(
         self,
         activations: Activations,
-        streams: TensorParallelRng,
+        rng: TensorParallelRng,
         calls: CallsInHooks,
         modules: dict[str, nn.Module],
         first: int,
     ):
-        self.activations, self.streams, self.calls, self.modules, self.first = (
+        self.activations, self.rng, self.calls, self.modules, self.first = (
             activations,
-            streams,
+            rng,
             calls,
             modules,
             first,
@@ -212,7 +212,7 @@ class UserHooks:
         for number in users:
             if number not in self.seen and (form is WHOLE or not is_marked(hooks[number])):
                 what = f"A forward pre-hook of {name} ({type(module).__name__})"
-                hooks[number] = _Before(hooks[number], what, _require(form, what), self.streams, self.calls)
+                hooks[number] = _Before(hooks[number], what, _require(form, what), self.rng, self.calls)
         self.seen.update(users)
         # Before this library's hooks, and after FSDP2's, which unshard the weights.
         hook_ids = list(hooks)
@@ -231,7 +231,7 @@ class UserHooks:
                     _require(form, what)
                 if number in module._forward_hooks_with_kwargs:
                     _reject_split_arguments(module, what)
-                hooks[number] = _After(hooks[number], what, forms, self.streams, self.calls)
+                hooks[number] = _After(hooks[number], what, forms, self.rng, self.calls)
         self.seen.update(users)
         # After this library's hooks. Hooks of libraries that record outputs (transformers' are registered in the first
         # forward) keep their order relative to user hooks.

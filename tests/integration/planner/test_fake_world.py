@@ -198,7 +198,7 @@ def keep_gathered_weights(monkeypatch):
 
 
 def keep_reduction_buffer(monkeypatch):
-    monkeypatch.setattr(buckets.Bucket, "own_segment", lambda self, *, keep: self.take_inbox()[:1])
+    monkeypatch.setattr(buckets.Bucket, "own_segment", lambda self, *, keep: self.take_recv_buffer()[:1])
 
 
 def keep_last_weights(monkeypatch):

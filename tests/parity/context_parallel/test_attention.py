@@ -9,7 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from hf_megatron.context_parallel import attention, flash, kernels
 from hf_megatron.context_parallel import masks as masks_module
-from hf_megatron.context_parallel.attention import ContextGroups, SharedSample, context_attention
+from hf_megatron.context_parallel.attention import ContextGroups, TokenLayout, context_attention
 from hf_megatron.context_parallel.kernels import Kernel
 from hf_megatron.context_parallel.masks import SequenceMask
 from hf_megatron.context_parallel.token_exchange import Passing, take_tokens
@@ -86,7 +86,7 @@ def run_on_ranks(scheme, cases, length, joins=None):
         assert groups.rank == dist.get_rank()
         for kind, name in cases:
             (q, k, v, sinks), direction = make_inputs(kind, length)
-            sample, (mask, _) = SharedSample(groups, length), make_masks(length)[name]
+            sample, (mask, _) = TokenLayout(groups, length), make_masks(length)[name]
             q, k, v, direction = (take_tokens(t, 2, sample.order, groups.rank) for t in (q, k, v, direction))
             leaves = [tensor.detach().requires_grad_() for tensor in (q, k, v, sinks) if tensor is not None]
             kernel = Kernel(0.3, KINDS[kind][4].get("softcap"), joins)
@@ -95,7 +95,7 @@ def run_on_ranks(scheme, cases, length, joins=None):
         return outputs
 
     results = run_ranks(on_rank, ranks)
-    order = SharedSample(ContextGroupSizes(ranks, heads), length).order
+    order = TokenLayout(ContextGroupSizes(ranks, heads), length).order
     merged = []
     for case_idx in range(len(cases)):
         parts = [result[case_idx] for result in results]
@@ -161,7 +161,7 @@ def test_packed_sequence_takes_two_kernel_calls(monkeypatch):
     borders = torch.zeros(1, 64, dtype=torch.bool)
     borders[0, [9, 20, 40]] = True
     mask = SequenceMask.causal(64).documents(borders)
-    sample = SharedSample(ContextGroupSizes(2, 1), 64, mask.borders)
+    sample = TokenLayout(ContextGroupSizes(2, 1), 64, mask.borders)
     blocks = list(mask.blocks(sample.ring.parts[0], sample.ring.parts[0]))
     calls = []
     original = kernels.flash_varlen_forward
@@ -222,7 +222,7 @@ def test_keys_are_sent_before_block_computation():
         attention.Passing = RecordedPassing
         groups = make_context_groups(2, 1, False)
         (q, k, v, _), _ = make_inputs("plain", 64)
-        sample = SharedSample(groups, 64)
+        sample = TokenLayout(groups, 64)
         q, k, v = (take_tokens(tensor, 2, sample.order, groups.rank).detach() for tensor in (q, k, v))
         context_attention(q, k, v, sample, make_masks(64)["full"][0], Kernel(0.3))
         return [event for event, _ in itertools.groupby(events)]
@@ -279,9 +279,9 @@ def test_seeded_faults_are_detected(fault, monkeypatch):
 
         monkeypatch.setattr(Kernel, "forward", forward)
     elif fault == "hop":
-        monkeypatch.setattr(attention._Travelling, "home", _use_last_sent_gradients)
+        monkeypatch.setattr(attention._RingGradients, "result", _use_last_sent_gradients)
     elif fault == "swapped":
-        monkeypatch.setattr(attention, "_around", _flip_keys(attention._around))
+        monkeypatch.setattr(attention, "_ring_steps", _flip_keys(attention._ring_steps))
     else:
         monkeypatch.setattr(attention.SequenceMask, "window", lambda self, size: self)
     outputs = run_on_ranks("p2p of four" if fault == "hop" else scheme, cases, 64, joins)
@@ -317,11 +317,15 @@ def _keep_first_copy_gradient(stock):
     return repeat_interleave
 
 
-def _use_last_sent_gradients(travelling):
+def _use_last_sent_gradients(ring_gradients):
     """Returns the gradients sent last instead of the received gradients of local keys and values."""
-    travelling.passing.wait()
+    ring_gradients.in_flight.wait()
     return attention._unpacked(
-        travelling.row, travelling.row.groups.ring_rank, travelling._sent, travelling.k, travelling.v
+        ring_gradients.layout,
+        ring_gradients.layout.groups.ring_rank,
+        ring_gradients._sent,
+        ring_gradients.k,
+        ring_gradients.v,
     )
 
 

@@ -9,7 +9,7 @@ from transformers import CONFIG_MAPPING
 
 from hf_megatron.context_parallel import axis as context_parallel
 from hf_megatron.context_parallel import full_sequence_blocks, local_tokens, token_exchange
-from hf_megatron.context_parallel.attention import SharedSample
+from hf_megatron.context_parallel.attention import TokenLayout
 from hf_megatron.context_parallel.masks import SequenceMask
 from hf_megatron.core.communication import mean_grad_ops
 from hf_megatron.core.communication.collectives import take_shard
@@ -118,7 +118,7 @@ def _average_over_dp_only(state):
 
 def restart_positions_per_rank():
     """Uses the first tokens of a sequence on each rank, so that positions start at zero."""
-    SharedSample.own = lambda self, tensor, dim=1: tensor.narrow(dim, 0, self.order.sizes[self.groups.rank])
+    TokenLayout.own = lambda self, tensor, dim=1: tensor.narrow(dim, 0, self.order.sizes[self.groups.rank])
 
 
 def ignore_windows():

@@ -294,13 +294,13 @@ def _average_microbatch_means():
 def _divide_by_first_target_count():
     from hf_megatron.losses import batch_loss
 
-    stock = batch_loss.BatchLoss.get_share_divisor
+    stock = batch_loss.BatchLoss.get_microbatch_denominator
 
-    def get_share_divisor(self, name):
+    def get_microbatch_denominator(self, name):
         stock(self, name)
-        return next(iter(self.share.targets.values()))
+        return next(iter(self.microbatch_denominators.targets.values()))
 
-    batch_loss.BatchLoss.get_share_divisor = get_share_divisor
+    batch_loss.BatchLoss.get_microbatch_denominator = get_microbatch_denominator
 
 
 def _shift_all_labels():

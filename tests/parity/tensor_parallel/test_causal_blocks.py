@@ -87,7 +87,7 @@ def return_zeros_for_positions():
 
 
 def keep_local_states():
-    region.SequenceStack.replicated_by = lambda self, function: function
+    region.SequenceStack.with_gathered_states = lambda self, function: function
     region.SequenceStack.get_token_dim = lambda self, tensor: 1
 
 

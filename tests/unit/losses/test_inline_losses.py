@@ -10,7 +10,7 @@ from hf_megatron import MegatronConfig, UnsupportedError
 from hf_megatron.core.axes import Axes
 from hf_megatron.core.fork_harness import run_ranks
 from hf_megatron.core.mesh import ParallelMesh
-from hf_megatron.losses.batch_loss import BatchLoss, Share
+from hf_megatron.losses.batch_loss import BatchLoss, LossDenominators
 from hf_megatron.losses.inline_losses import BatchLabels, know_batch
 from hf_megatron.losses.targets import count_terms, with_codebooks
 
@@ -134,7 +134,7 @@ def test_sum_and_none_reductions_are_rejected(reduction):
 def test_sum_is_allowed_when_terms_are_counted():
     logits, labels = _make_data("classes")
     batch = _make_single_rank_batch()
-    batch.counted = True
+    batch.has_caller_count = True
     loss = F.cross_entropy(logits, know_batch(labels, batch), reduction="sum")
     torch.testing.assert_close(loss, F.cross_entropy(logits, labels, reduction="sum"))
 
@@ -142,13 +142,13 @@ def test_sum_is_allowed_when_terms_are_counted():
 def test_microbatch_loss_uses_global_term_count():
     logits, labels = _make_data("classes")
     batch = _make_single_rank_batch()
-    with batch.over(Share({"labels": 8}, 2, {"labels": labels})):
+    with batch.with_denominators(LossDenominators({"labels": 8}, 2, {"labels": labels})):
         loss = F.cross_entropy(logits, know_batch(labels, batch))
         torch.testing.assert_close(loss, F.cross_entropy(logits, labels, reduction="sum") / 8)
         assert batch.used == {"labels"}
         with pytest.raises(UnsupportedError, match="Expected 4 loss terms for the labels, got 7"):
             F.cross_entropy(logits, know_batch(labels.clamp(min=0), batch))
-    assert batch.share is None
+    assert batch.microbatch_denominators is None
 
 
 def test_half_precision_is_accumulated_in_fp32():
