@@ -270,7 +270,7 @@ _ROWS: tuple[tuple[str, ...], ...] = (
     ("peft.peft_model:PeftModel.get_prompt", "peft.injection:get_prompt", "creates prompts for all heads", _ALWAYS),
     ("peft.tuners.tuners_utils:BaseTuner.inject_adapter", "peft.injection:inject_adapter",
      "adds full adapters to sharded layers", _ALWAYS),
-    ("peft.tuners.lora.model:LoraModel._enable_peft_forward_hooks", "peft.injection:forward_hooks",
+    ("peft.tuners.lora.model:LoraModel._enable_peft_forward_hooks", "peft.injection:reject_adapter_names",
      "assigns adapters to the samples of a full batch", _ALWAYS),
     ("peft.tuners.tuners_utils:BaseTuner._unload_and_optionally_merge", "peft.injection:unload", "ignores the layout",
      _ALWAYS),

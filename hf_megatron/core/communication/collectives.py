@@ -154,9 +154,9 @@ class _ReduceScatter(torch.autograd.Function):
 
 
 def reject_second_derivatives() -> None:
-    """Raises `UnsupportedError` in a backward with `create_graph=True`.
+    """Raises `UnsupportedError` in the backward of a vocab-parallel head's loss with `create_graph=True`.
 
-    Called by functions that save tensors without differentiating through them; `once_differentiable` only checks the
+    Called by losses that save tensors without differentiating through them; `once_differentiable` only checks the
     incoming gradients.
     """
     if torch.is_grad_enabled():
