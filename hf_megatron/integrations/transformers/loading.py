@@ -45,7 +45,7 @@ from ..accelerate.process_group import ensure_process_group
 from ..hub.hooks import check_part
 from .checkpoint_formats import opened
 from .quantization import finish_quantization, plan_quantization, quantize_arrived, requested
-from .weight_conversion import own_part, expose_full_tensors, stop_exposing_full_tensors
+from .weight_conversion import expose_full_tensors, own_part, stop_exposing_full_tensors
 
 # Arguments of from_pretrained that cannot be combined with megatron_config, and why.
 _EXCLUSIVE = {

@@ -14,9 +14,9 @@ from hf_megatron.conversion.families.multimodal import packed_qkv
 from hf_megatron.conversion.megatron.names import spellings
 from hf_megatron.conversion.megatron.rules import (
     Chain,
+    Deinterleave,
     Divided,
     GroupedQKV,
-    Deinterleave,
     InterleaveHeadRows,
     Joined,
     PaddedVocabulary,
