@@ -183,9 +183,9 @@ class Estimator:
         return self._stages[key]
 
     def _unit_work(self, layout: MegatronConfig, rows: int, unit: int) -> tuple[Work, Work]:
-        figures, share = self.cost_cache.costs(layout).unit(unit), rows / layout.cp_size
+        figures, local_rows = self.cost_cache.costs(layout).unit(unit), rows / layout.cp_size
         # Data-parallel traffic occurs once per step and is counted separately.
-        works = [_within_replica(work.scaled(share)) for work in (figures.forward, figures.backward)]
+        works = [_within_replica(work.scaled(local_rows)) for work in (figures.forward, figures.backward)]
         if self.job.attended != 1:
             works = [replace(work, attention=work.attention * self.job.attended) for work in works]
         if decoded := self._decoding(layout, unit):

@@ -116,7 +116,7 @@ def _cells(result: SearchResult, one: Estimate, tokens: float | None) -> list[st
     layout, virtual = one.layout, one.layout.virtual_stages
     schedule = "" if layout.pp_size == 1 else layout.pipeline_schedule + (f" x {virtual}" if virtual else "")
     waits = ", ".join(
-        f"{axis} {share:.0%}" for axis, value in one.exposed.items() if (share := value / one.seconds) > 0.005
+        f"{axis} {fraction:.0%}" for axis, value in one.exposed.items() if (fraction := value / one.seconds) > 0.005
     )
     cells = [layout.layout(), schedule, layout.recompute or "none", str(one.rows), str(one.microbatches)]
     cells += [f"{one.peak / _GIB:.1f}", f"{one.seconds:.2f}", f"{_rate(result, one):.0f}"]

@@ -83,20 +83,20 @@ class RankMemory:
 
     def peak(self, layout: MegatronConfig, rows: int, microbatches: int) -> float:
         """Returns the peak bytes of the fullest rank; assumes that all categories peak at the same time."""
-        table, share = self.table(layout), rows / layout.cp_size
+        table, local_rows = self.table(layout), rows / layout.cp_size
         held = self.held(layout, microbatches)
         return max(
-            static_bytes + share * (kept + peak)
+            static_bytes + local_rows * (kept + peak)
             for static_bytes, kept, peak in zip(table.sums, held, table.peaks, strict=True)
         )
 
     def categories(self, layout: MegatronConfig, rows: int, microbatches: int) -> tuple[Counter[str], ...]:
         """Returns category -> bytes of each pipeline rank at its peak."""
-        table, share = self.table(layout), rows / layout.cp_size
+        table, local_rows = self.table(layout), rows / layout.cp_size
         totals = []
         ranks = zip(table.static, self.held(layout, microbatches), table.peaks, strict=True)
         for static, held, peak in ranks:
-            total = static + Counter({ACTIVATIONS: round(share * held), AT_WORK: round(share * peak)})
+            total = static + Counter({ACTIVATIONS: round(local_rows * held), AT_WORK: round(local_rows * peak)})
             totals.append(total)
         return tuple(totals)
 

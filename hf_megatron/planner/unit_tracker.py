@@ -143,8 +143,8 @@ class UnitTracker(AllocationTracker):
         ranks = self._sizes.get(group, 1)
         size = max((sum(t.nbytes for t in tree_iter(value) if isinstance(t, Tensor)) for value in args), default=0)
         name = func._schema.name.partition("::")[2].strip("_")
-        share = (ranks - 1) / ranks
-        sent = size * (share if any(map(name.__contains__, _WHOLE)) else 2 * share if "allreduce" in name else 1)
+        fraction = (ranks - 1) / ranks
+        sent = size * (fraction if any(map(name.__contains__, _WHOLE)) else 2 * fraction if "allreduce" in name else 1)
         self._work(Work(kernels=1, traffic={group: (1, sent)}))
 
     def _work(self, work: Work) -> None:
