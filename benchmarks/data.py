@@ -98,7 +98,7 @@ def ordered(documents):
 
 
 def _sums(order):
-    return [int(part.sum(dtype=np.int64)) for part in (order.documents, order.starts, order.shuffle)]
+    return [int(part.sum(dtype=np.int64)) for part in (order.document_index, order.sample_index, order.shuffle_index)]
 
 
 def ordered_by_megatron(documents):

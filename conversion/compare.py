@@ -163,15 +163,15 @@ def _logits(
     try:
         with without_output():
             # A config may request tuples, which have no names.
-            said = dict(model(input_ids=tokens, return_dict=True, **decoder))
+            output = dict(model(input_ids=tokens, return_dict=True, **decoder))
     except Exception as error:  # noqa: BLE001 - the class may need other inputs or another config
         raise CheckpointError(
             f"{type(model).__name__} cannot compute logits from token ids alone: {error_summary(error)}"
         ) from error
-    tensors = {name: value for name, value in said.items() if isinstance(value, torch.Tensor)}
+    tensors = {name: value for name, value in output.items() if isinstance(value, torch.Tensor)}
     logits = {name: tensor for name, tensor in tensors.items() if name.endswith("logits")} or tensors
     if not logits:
         raise CheckpointError(
-            f"{type(model).__name__} cannot compute logits from token ids alone: it returns {safe_repr([*said])}."
+            f"{type(model).__name__} cannot compute logits from token ids alone: it returns {safe_repr([*output])}."
         )
     return logits

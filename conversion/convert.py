@@ -62,6 +62,7 @@ def _tensors(
     reader: Reader, plan: Mapping[Key, TensorMeta], on_tensor: Callable[[int], object]
 ) -> Iterator[tuple[Key, Tensor]]:
     for key, entry in plan.items():
+        # An fp32 main weight that the source does not have is a cast of the weight.
         yield key, reader.read(key) if key in reader.entries else reader.read(Key(WEIGHT, key.name)).float()
         on_tensor(entry.nbytes)
 
@@ -111,8 +112,8 @@ def convert(
     Args:
         source: a folder, or the id of a model on the Hub.
         target: a folder that does not exist.
-        to: `"hf"`, `"sharded"`, `"megatron_core"` (`"torch_dist"`), `"megatron_legacy"` (`"torch"`), `"dcp"` or
-            `"shards"`.
+        to: `"hf"`, `"sharded"` (this library's checkpoints), `"megatron_core"` (`"torch_dist"`), `"megatron_legacy"`
+            (`"torch"`), `"dcp"` or `"shards"` (transformers' `shard-*.safetensors`).
         from_format: the source's format, recognized by default.
         config: a folder or model id with the config.json, for a source that has none.
         options: how the target is split, if its format supports that.
@@ -235,8 +236,8 @@ def _plan(report: Report, reader: Reader, options: TargetOptions, optimizer: boo
     named = reader.tokenizer or getattr(source.architecture.config, "tokenizer_class", None)
     report.notes += get_tokenizer_notes(source.path, source.config_folder, named)
     report.notes += get_adapter_notes(source.path, source.config_folder)
-    there = reader.optimizer is not None or reader.optimizer_unsupported_reason is not None
-    if there and not (optimizer and to.moments):
+    has_optimizer = reader.optimizer is not None or reader.optimizer_unsupported_reason is not None
+    if has_optimizer and not (optimizer and to.moments):
         why = "--no-optimizer" if to.moments else f"{to.title} cannot store it"
         report.notes.append(f"the optimizer's state is left out: {why}")
     if any(key.kind == MAIN_WEIGHT for key in reader.entries) and to.main_weights == "never":

@@ -82,11 +82,11 @@ def include_mtp(architecture: Architecture, count: int) -> Architecture | None:
     if None in layers:
         return None
     config = architecture.config.get_text_config()
-    said = config.num_mtp_layers
-    if said != count:
+    configured = config.num_mtp_layers
+    if configured != count:
         name = config.attribute_map.get("num_mtp_layers", "num_mtp_layers")
         raise CheckpointError(
-            f"The checkpoint has {count} layers of multi-token prediction, but {name} is {said} in the config. Correct "
-            "config.json, or use --without-mtp (without_mtp=True) to leave them out."
+            f"The checkpoint has {count} layers of multi-token prediction, but {name} is {configured} in the config. "
+            "Correct config.json, or use --without-mtp (without_mtp=True) to leave them out."
         )
     return architecture.include_mtp(layers)

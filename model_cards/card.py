@@ -131,19 +131,19 @@ def write_card(directory: str | os.PathLike[str], facts: CardData) -> Path | Non
         OSError: the folder cannot be written to.
     """
     folder = Path(directory)
-    before = _read(folder / CARD)
-    if (folder / CARD).exists() and MARKER not in before:
+    old_text = _read(folder / CARD)
+    if (folder / CARD).exists() and MARKER not in old_text:
         return None
     facts = _with_files(facts, folder)
     # An existing picture of that name is only overwritten if a card of this library shows it.
-    free = not (folder / PICTURE).exists() or f"]({PICTURE})" in before
+    free = not (folder / PICTURE).exists() or f"]({PICTURE})" in old_text
     draws = free and can_draw(facts.log_history)
     card = render(facts, PICTURE if draws else None)
     check_card(card)
     if draws:
         replace_file(folder / PICTURE, lambda path: draw_losses(facts.log_history, path))
     replace_file(folder / CARD, lambda path: path.write_text(str(card), encoding="utf-8"))
-    if not draws and f"]({PICTURE})" in before:
+    if not draws and f"]({PICTURE})" in old_text:
         (folder / PICTURE).unlink(missing_ok=True)
     return folder / CARD
 
@@ -186,40 +186,40 @@ def carry_card(source: str | os.PathLike[str], directory: str | os.PathLike[str]
         CheckpointError: as `stored_file`.
     """
     old, folder = Path(source), Path(directory)
-    before = stored_card(old)
+    old_text = stored_card(old)
     if (folder / CARD).exists() and MARKER not in _read(folder / CARD):
         return None
-    if (old / CARD).is_file() and MARKER not in before:
+    if (old / CARD).is_file() and MARKER not in old_text:
         content = stored_file(old, CARD)
         replace_file(folder / CARD, lambda path: path.write_bytes(content))
         return None
-    if not _SECTIONS["how to load it"].search(before):
+    if not _SECTIONS["how to load it"].search(old_text):
         return write_card(folder, facts)
-    card = _said_anew(before, render(_with_files(facts, folder)))
+    card = _replace_file_sections(old_text, render(_with_files(facts, folder)))
     check_card(card)
-    if f"]({PICTURE})" in before and (old / PICTURE).is_file():
+    if f"]({PICTURE})" in old_text and (old / PICTURE).is_file():
         picture = stored_file(old, PICTURE)
         replace_file(folder / PICTURE, lambda path: path.write_bytes(picture))
     replace_file(folder / CARD, lambda path: path.write_text(str(card), encoding="utf-8"))
     return folder / CARD
 
 
-def _said_anew(before: str, now: ModelCard) -> ModelCard:
-    """Returns a card of this library with another one's sections about the files."""
-    text, said = before, str(now)
-    what = _SECTIONS["what this is"].search(before)
+def _replace_file_sections(old_text: str, new_card: ModelCard) -> ModelCard:
+    """Returns a card of this library with the new card's sections about the files."""
+    text, new_text = old_text, str(new_card)
+    what = _SECTIONS["what this is"].search(old_text)
     is_of_training = what is not None and _TRAINED.search(what[0]) is not None
     parts = [part for name, part in _SECTIONS.items() if name != "what this is" or not is_of_training]
     for part in [*parts, *_ROWS, *([] if is_of_training else [_TITLE])]:
-        old, new = part.search(text), part.search(said)
+        old, new = part.search(text), part.search(new_text)
         if old is not None and new is not None:
             text = text.replace(old[0], new[0], 1)
     try:
         card = ModelCard(text)
     except (yaml.YAMLError, ValueError, TypeError, AttributeError, LookupError):
         # The old metadata is unreadable: huggingface_hub does not validate types.
-        return now
-    card.data["library_name"] = now.data.get("library_name")
+        return new_card
+    card.data["library_name"] = new_card.data.get("library_name")
     return card
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import Any
 
-from ..megatron.rules import InterleavedRows, Operation, Rule, Same
+from ..megatron.rules import InterleaveHeadRows, Operation, Rule, Same
 from .family import Arguments, Family, common_arguments, dense_mlp, fused_norm, gated_mlp, renamed, sparse_mlp
 from .positions import latent_rotary_arguments
 
@@ -12,7 +12,7 @@ def _rotary(config: Any, heads: int, start: int) -> Operation:
     # Megatron rotates adjacent rows (`rope_utils.py`, `multi_latent_attention`), as most of these models do.
     if getattr(config, "rope_interleave", True):
         return Same()
-    return InterleavedRows(heads, start, config.qk_rope_head_dim)
+    return InterleaveHeadRows(heads, start, config.qk_rope_head_dim)
 
 
 def _attention(config: Any, source: str, target: str) -> Iterator[Rule]:

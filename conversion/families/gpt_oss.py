@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import Any
 
-from ..megatron.rules import Chain, Interleaved, Rule, Transposed
+from ..megatron.rules import Chain, Deinterleave, Rule, Transposed
 from .family import Arguments, Family, attention, renamed, rotary_decoder_arguments
 
 
@@ -13,9 +13,9 @@ def _layer(config: Any, number: int, source: str, target: str) -> Iterator[Rule]
     yield Rule((f"{source}.self_attn.sinks",), (f"{target}.self_attention.core_attention.softmax_offset",))
     yield from renamed(f"{source}.post_attention_layernorm", f"{target}.pre_mlp_layernorm")
     yield from renamed(f"{source}.mlp.router", f"{target}.mlp.router", bias=True)
-    gate_up = Chain((Transposed(), Interleaved(dim=-2)))
+    gate_up = Chain((Transposed(), Deinterleave(dim=-2)))
     yield Rule((f"{experts}.gate_up_proj",), (f"{inside}.linear_fc1.weight",), gate_up)
-    yield Rule((f"{experts}.gate_up_proj_bias",), (f"{inside}.linear_fc1.bias",), Interleaved(dim=-1))
+    yield Rule((f"{experts}.gate_up_proj_bias",), (f"{inside}.linear_fc1.bias",), Deinterleave(dim=-1))
     yield Rule((f"{experts}.down_proj",), (f"{inside}.linear_fc2.weight",), Transposed())
     yield Rule((f"{experts}.down_proj_bias",), (f"{inside}.linear_fc2.bias",))
 

@@ -120,8 +120,8 @@ def stored_arguments(content: Mapping[Any, Any], where: object) -> dict[Any, Any
             return args.state
         if args.state is None and args.kind in _NAMESPACES:
             return {}
-    said = f"an object of {safe_repr(args.kind)}" if isinstance(args, Record) else safe_repr(args)
-    raise CheckpointError(f"{where}: args is {said}, expected a namespace with Megatron-LM's arguments.")
+    description = f"an object of {safe_repr(args.kind)}" if isinstance(args, Record) else safe_repr(args)
+    raise CheckpointError(f"{where}: args is {description}, expected a namespace with Megatron-LM's arguments.")
 
 
 def check_arguments(arguments: Mapping[str, Any], expected: Mapping[str, Any], where: str) -> None:

@@ -127,8 +127,8 @@ class GroupedKV(Operation):
 
 
 @dataclass(frozen=True)
-class Interleaved(Operation):
-    """De-interleaves a dim: indices alternate between `parts` in the model and are contiguous per part in Megatron."""
+class Deinterleave(Operation):
+    """De-interleaves a dim: `[a0 b0 a1 b1]` in the model is `[a0 a1 b0 b1]` in Megatron, for two `parts` a and b."""
 
     parts: int = 2
     dim: int = -2
@@ -145,18 +145,18 @@ class Interleaved(Operation):
 
 
 @dataclass(frozen=True)
-class InterleavedRows(Operation):
-    """Interleaves `size` rows from `start` on in each head: two halves in the model, alternating in Megatron."""
+class InterleaveHeadRows(Operation):
+    """Interleaves `size` rows of each head: `[a0 a1 b0 b1]` in the model is `[a0 b0 a1 b1]` in Megatron."""
 
     heads: int
     start: int
     size: int
 
     def to_megatron(self, tensors: Sequence[Tensor], memory: Memory = FRESH) -> list[Tensor]:
-        return self._apply(tensors, Interleaved(dim=1).to_transformers)
+        return self._apply(tensors, Deinterleave(dim=1).to_transformers)
 
     def to_transformers(self, tensors: Sequence[Tensor], memory: Memory = FRESH) -> list[Tensor]:
-        return self._apply(tensors, Interleaved(dim=1).to_megatron)
+        return self._apply(tensors, Deinterleave(dim=1).to_megatron)
 
     def _apply(self, tensors: Sequence[Tensor], order: Callable[[Sequence[Tensor]], list[Tensor]]) -> list[Tensor]:
         (tensor,) = tensors

@@ -7,7 +7,7 @@ from torch import nn
 
 from ..compat.torch_dtensor import local_tensor
 from ..core.communication.bucket_collectives import is_pairwise
-from ..core.communication.collectives import share
+from ..core.communication.collectives import padded_shard_size
 from .buckets import Bucket, Slot
 from .grad_sync_groups import GradSyncGroup
 
@@ -57,7 +57,7 @@ def make_buckets(
         slots = open_buckets.setdefault(key, [])
         # A slot takes `ceil(entries / ranks)` columns of the bucket's `[ranks, width]` buffer.
         start = slots[-1].start + slots[-1].width if slots else 0
-        slots.append(Slot(parameter, start, share(entries, sharing.shard_size), entries))
+        slots.append(Slot(parameter, start, padded_shard_size(entries, sharing.shard_size), entries))
         most = capacity
         if most is None:
             most = default_capacity(sharing.shard_size, dtype, pairwise=is_pairwise(sharing.shard_group))

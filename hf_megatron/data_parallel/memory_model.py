@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from ..core.communication.collectives import share
+from ..core.communication.collectives import padded_shard_size
 
 # Bytes per entry with AdamW: two fp32 moments, fp32 main params, fp32 gradients; and one fp32 step counter.
 _MOMENTS, _MAIN, _GRADIENT, _STEPS = 8, 4, 4, 4
@@ -55,11 +55,11 @@ def kept_bytes(
     kept: Counter[str] = Counter()
     for parameter in parameters:
         ranks = shards[parameter.average]
-        owned = share(parameter.entries, ranks)
+        owned = padded_shard_size(parameter.entries, ranks)
         weights = parameter.entries
         if zero_stage == 3 and parameter.entries:
             # FSDP2 shards dim 0.
-            weights = parameter.entries // parameter.shape[0] * share(parameter.shape[0], ranks)
+            weights = parameter.entries // parameter.shape[0] * padded_shard_size(parameter.shape[0], ranks)
         kept["weights"] += weights * parameter.itemsize if parameter.codes is None else parameter.codes
         if not parameter.is_trained:
             continue
@@ -77,4 +77,4 @@ def kept_bytes(
 
 def gradient_bytes(parameters: Iterable[LocalParameter], shards: Mapping[str, int]) -> int:
     """Returns the bytes of a rank's gradient shards, which ZeRO stages 2 and 3 hold during a step only."""
-    return sum(_GRADIENT * share(one.entries, shards[one.average]) for one in parameters if one.is_trained)
+    return sum(_GRADIENT * padded_shard_size(one.entries, shards[one.average]) for one in parameters if one.is_trained)

@@ -18,7 +18,7 @@ from ..compat.torch_autograd import in_backward, returns_view
 from ..compat.torch_dtensor import dtensor_from_local, local_tensor
 from ..core.communication.full_tensor import gather_full_tensor, shard_like
 from ..core.communication.proxy_tensor import ProxyDTensor, ProxyTensor
-from ..core.communication.write_through import Whole
+from ..core.communication.write_through import FullCopy
 from ..errors import UnsupportedError
 
 _aten = torch.ops.aten
@@ -98,7 +98,7 @@ class ShardedGrad(ProxyTensor):
                 return first if func is _aten.add_.Tensor else args[1]
             if returns_view(func):
                 # The view is taken of the full gradient, and in-place edits of it are written back.
-                full = Whole(first, _read_full, _replace_full)
+                full = FullCopy(first, _read_full, _replace_full)
                 return full.views(func(full.tensor, *args[1:], **kwargs))
         edited = _edited(func, args, kwargs)
         if not any(isinstance(tensor, ShardedGrad) for tensor in edited):

@@ -34,17 +34,17 @@ def cached_arrays(key: Mapping[str, Any], directory: Path | None, make: Callable
     """
     if directory is None:
         return make()
-    said = json.dumps({"format": _FORMAT, **key}, sort_keys=True)
-    folder = directory / hashlib.sha256(said.encode()).hexdigest()[:32]
-    arrays = _read(folder, said)
+    key_text = json.dumps({"format": _FORMAT, **key}, sort_keys=True)
+    folder = directory / hashlib.sha256(key_text.encode()).hexdigest()[:32]
+    arrays = _read(folder, key_text)
     if arrays is not None:
         return arrays
     try:
         directory.mkdir(parents=True, exist_ok=True)
         with _alone(folder):
             # Another process may have built it before the lock was acquired.
-            arrays = _read(folder, said)
-            return _written(folder, said, make()) if arrays is None else arrays
+            arrays = _read(folder, key_text)
+            return _written(folder, key_text, make()) if arrays is None else arrays
     except _NotWritten as error:
         warnings.warn(f"{directory}: the sample order is kept in memory: {error.reason}", stacklevel=2)
         return error.arrays
@@ -99,19 +99,19 @@ def _alone(folder: Path) -> Iterator[None]:
         yield
 
 
-def _read(folder: Path, said: str) -> Arrays | None:
+def _read(folder: Path, key_text: str) -> Arrays | None:
     """Returns the memory-mapped arrays of a folder; `None` if it is missing or incomplete."""
     try:
         content = json.loads((folder / _KEY).read_text(encoding="utf-8"))
         # Different keys with the same hash prefix would share a folder.
-        if content["key"] != said:
+        if content["key"] != key_text:
             return None
         return {name: np.load(folder / f"{name}.npy", mmap_mode="r", allow_pickle=False) for name in content["arrays"]}
     except (OSError, ValueError, EOFError, TypeError, KeyError):
         return None
 
 
-def _written(folder: Path, said: str, arrays: Arrays) -> Arrays:
+def _written(folder: Path, key_text: str, arrays: Arrays) -> Arrays:
     """Writes a folder, renames it into place when it is complete, and returns its memory-mapped arrays."""
     partial = folder.with_name(f".{folder.name}.{uuid.uuid4().hex}")
     try:
@@ -123,11 +123,11 @@ def _written(folder: Path, said: str, arrays: Arrays) -> Arrays:
                     file.flush()
                     os.fsync(file.fileno())
             with open(partial / _KEY, "w", encoding="utf-8") as file:
-                json.dump({"key": said, "arrays": [*arrays]}, file)
+                json.dump({"key": key_text, "arrays": [*arrays]}, file)
                 file.flush()
                 os.fsync(file.fileno())
             # If locks are per host, another host may have written it; keep its files, which may be mapped there.
-            existing = _read(folder, said)
+            existing = _read(folder, key_text)
             if existing is not None:
                 return existing
             # Replace a damaged folder.
@@ -137,4 +137,4 @@ def _written(folder: Path, said: str, arrays: Arrays) -> Arrays:
             raise _NotWritten(error, arrays) from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
-    return _read(folder, said) or arrays
+    return _read(folder, key_text) or arrays

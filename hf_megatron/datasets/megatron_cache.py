@@ -51,8 +51,8 @@ def megatron_arrays(
         request: requested sequence length, samples, seed, and sample format.
     """
     for path in sorted(folder.glob(f"*-GPTDataset-*{_DESCRIPTION}")) if folder.is_dir() else ():
-        said = _described(path)
-        if said is None or not _is_asked_for(said, prefix, share, request):
+        description = _described(path)
+        if description is None or not _is_asked_for(description, prefix, share, request):
             continue
         base = str(path).removesuffix(_DESCRIPTION)
         try:
@@ -87,10 +87,10 @@ def megatron_blend(
     shares = np.asarray(weights, dtype=np.float64)
     described = list(weights) if size is None else (shares / np.sum(shares)).tolist()
     for path in sorted(folder.glob(f"*-BlendedDataset-*{_DESCRIPTION}")) if folder.is_dir() else ():
-        said = _described(path)
-        if said is None or said.get("size") != size or said.get("weights") != described:
+        description = _described(path)
+        if description is None or description.get("size") != size or description.get("weights") != described:
             continue
-        parts = said.get("datasets")
+        parts = description.get("datasets")
         if not isinstance(parts, list) or len(parts) != len(datasets):
             continue
         if not all(_is_asked_for(part, *one) for part, one in zip(parts, datasets, strict=True)):
@@ -117,22 +117,24 @@ def _begins_as(dataset: np.ndarray, sample: np.ndarray, weights: Sequence[float]
 
 def _described(path: Path) -> dict[str, Any] | None:
     try:
-        said = json.loads(path.read_text(encoding="utf-8"))
+        description = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
-    return said if isinstance(said, dict) else None
+    return description if isinstance(description, dict) else None
 
 
-def _is_asked_for(said: Mapping[str, Any], prefix: str, share: tuple[float, float], request: Mapping[str, Any]) -> bool:
-    part, shares = said.get("index_split"), said.get("split_matrix")
+def _is_asked_for(
+    description: Mapping[str, Any], prefix: str, share: tuple[float, float], request: Mapping[str, Any]
+) -> bool:
+    part, shares = description.get("index_split"), description.get("split_matrix")
     if part not in SPLITS or not isinstance(shares, list) or len(shares) != len(SPLITS):
         return False
     return (
         # Compare names only: the folder may have been moved.
-        os.path.basename(str(said.get("dataset_path"))) == os.path.basename(prefix)
-        and said.get("num_samples") == request["samples"]
-        and said.get("random_seed") == request["seed"]
-        and said.get("sequence_length") == request["sequence_length"]
+        os.path.basename(str(description.get("dataset_path"))) == os.path.basename(prefix)
+        and description.get("num_samples") == request["samples"]
+        and description.get("random_seed") == request["seed"]
+        and description.get("sequence_length") == request["sequence_length"]
         and shares[SPLITS.index(part)] == list(share)
     )
 

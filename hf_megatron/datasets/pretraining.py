@@ -116,7 +116,7 @@ class PretrainingDataset(OrderedDataset):
 
         def make() -> Mapping[str, np.ndarray]:
             order = self._made(first, stop)
-            return {"documents": order.documents, "starts": order.starts, "shuffle": order.shuffle}
+            return {"documents": order.document_index, "starts": order.sample_index, "shuffle": order.shuffle_index}
 
         for folder in filter(None, (self._cache, default_folder(self.source.prefix))):
             cached = megatron_arrays(

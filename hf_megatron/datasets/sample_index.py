@@ -16,8 +16,8 @@ from .index_cache import MappedArrays
 
 # If less than this share of the last epoch's samples is needed, that epoch is shuffled separately.
 _SEPARATE = 0.80
-# Maximum number of sequences times epochs for which arrays are created.
-_MOST = 1 << 36
+# Maximum number of documents times epochs for which arrays are created.
+_MAX_DOCUMENTS = 1 << 36
 # Documents whose lengths are summed at a time.
 _BLOCK = 1 << 24
 SPLITS = ("train", "valid", "test")
@@ -27,26 +27,27 @@ _SURPLUS = 0.005
 
 @dataclass(frozen=True)
 class SampleOrder(MappedArrays):
-    """The samples of some documents.
+    """The samples of some documents, in the arrays of Megatron's `GPTDataset`.
 
     Attributes:
-        documents: of the dataset, in reading order, each repeated for every epoch.
-        starts: `[samples + 1, 2]`: index into `documents`, and token in that document, at which a sample begins.
-        shuffle: `[samples]`: index into `starts` of each sample.
+        document_index: documents in reading order, each repeated for every epoch.
+        sample_index: `[samples + 1, 2]`: position in `document_index`, and token in that document, at which a sample
+            begins.
+        shuffle_index: `[samples]`: row of `sample_index` for each sample of the shuffled order.
         sequence_length (`int`): tokens of a sample, without the extra token that is only a label.
         extra (`int`): 1 if samples have that token, else 0.
         epochs (`int`): number of times the documents are read.
     """
 
-    documents: np.ndarray
-    starts: np.ndarray
-    shuffle: np.ndarray
+    document_index: np.ndarray
+    sample_index: np.ndarray
+    shuffle_index: np.ndarray
     sequence_length: int
     extra: int
     epochs: int
 
     def __len__(self) -> int:
-        return len(self.shuffle)
+        return len(self.shuffle_index)
 
     def pieces(self, sample: int) -> list[tuple[int, int, int]]:
         """Returns (document, first token, number of tokens) of each part of a sample; -1: to the document's end.
@@ -54,13 +55,13 @@ class SampleOrder(MappedArrays):
         Args:
             sample (`int`): index in the shuffled order.
         """
-        place = int(self.shuffle[sample])
-        (first, offset), (last, stop) = self.starts[place].tolist(), self.starts[place + 1].tolist()
+        row = int(self.shuffle_index[sample])
+        (first, offset), (last, stop) = self.sample_index[row].tolist(), self.sample_index[row + 1].tolist()
         if first == last:
-            return [(int(self.documents[first]), offset, stop - offset + self.extra)]
-        found = [(int(self.documents[first]), offset, -1)]
-        found += [(int(self.documents[middle]), 0, -1) for middle in range(first + 1, last)]
-        return [*found, (int(self.documents[last]), 0, stop + self.extra)]
+            return [(int(self.document_index[first]), offset, stop - offset + self.extra)]
+        parts = [(int(self.document_index[first]), offset, -1)]
+        parts += [(int(self.document_index[middle]), 0, -1) for middle in range(first + 1, last)]
+        return [*parts, (int(self.document_index[last]), 0, stop + self.extra)]
 
 
 def parse_split(split: str) -> tuple[tuple[float, float] | None, ...]:
@@ -103,9 +104,9 @@ def count_epochs(tokens: int, sequence_length: int, samples: int | None, extra: 
     The last epoch is shuffled separately if few of its samples are needed; otherwise the second value is `None`.
 
     Args:
-        tokens (`int`): of an epoch.
+        tokens (`int`): tokens of an epoch.
         sequence_length (`int`): tokens of a sample.
-        samples (`int`, *optional*): one epoch by default.
+        samples (`int`, *optional*): number of samples requested; one full epoch by default.
         extra (`int`): as in `SampleOrder`.
     """
     if samples is None:
@@ -129,12 +130,12 @@ def sample_order(
     """Returns the order of samples of some documents, as in `GPTDataset`.
 
     Args:
-        lengths: tokens of each sequence of the dataset.
-        documents: sequences of the split.
+        lengths: tokens of each document of the dataset; `GPTDataset` reads every sequence of a file as a document.
+        documents: documents of the split, as indices into `lengths`.
         sequence_length (`int`): tokens of a sample.
         samples (`int`, *optional*): number of samples requested; one full epoch by default. More than one epoch changes
             the order of all samples.
-        seed (`int`): of both shuffles.
+        seed (`int`): seed of both shuffles.
         extra_token (`bool`, defaults to `True`): whether a sample has an extra token, the label of its last one.
         drop_last_partial (`bool`, defaults to `True`): whether an incomplete last sample is dropped.
 
@@ -148,20 +149,20 @@ def sample_order(
     if tokens == 0:
         raise DataError(f"{len(documents)} documents contain no tokens: no sample can be made.")
     epochs, before = count_epochs(tokens, sequence_length, samples, extra)
-    if epochs * len(documents) > _MOST:
+    if epochs * len(documents) > _MAX_DOCUMENTS:
         raise DataError(
             f"samples = {samples}: {epochs} epochs of {len(documents)} sequences exceed the supported size."
         )
     if (epochs * tokens - extra) // sequence_length < 1 and drop_last_partial:
         raise DataError(f"{tokens} tokens make no sample of {sequence_length}{' and one more' if extra else ''}.")
     stream = np.random.RandomState(seed)
-    read = _shuffled_documents(documents, epochs, stream, separate=before is not None)
-    starts = compute_sample_starts(
-        lengths, read, sequence_length, extra, epochs * tokens, drop_last_partial=drop_last_partial
+    document_index = _shuffled_documents(documents, epochs, stream, separate=before is not None)
+    sample_index = compute_sample_starts(
+        lengths, document_index, sequence_length, extra, epochs * tokens, drop_last_partial=drop_last_partial
     )
-    count = len(starts) - 1
-    shuffle = _shuffled_samples(count if before is None else before, count, stream)
-    return SampleOrder(read, starts, shuffle, sequence_length, extra, epochs)
+    count = len(sample_index) - 1
+    shuffle_index = _shuffled_samples(count if before is None else before, count, stream)
+    return SampleOrder(document_index, sample_index, shuffle_index, sequence_length, extra, epochs)
 
 
 def _shuffled_documents(
@@ -170,9 +171,9 @@ def _shuffled_documents(
     parts = [epochs - 1, 1] if separate else [epochs]
     chunks = []
     for part in parts:
-        read = np.tile(documents, part)
-        stream.shuffle(read)
-        chunks.append(read)
+        chunk = np.tile(documents, part)
+        stream.shuffle(chunk)
+        chunks.append(chunk)
     return np.concatenate(chunks) if separate else chunks[0]
 
 
@@ -195,34 +196,40 @@ def count_samples(tokens: int, sequence_length: int, extra: int, *, drop_last_pa
 
 
 def compute_sample_starts(
-    lengths: np.ndarray, read: np.ndarray, sequence_length: int, extra: int, tokens: int, *, drop_last_partial: bool
+    lengths: np.ndarray,
+    document_index: np.ndarray,
+    sequence_length: int,
+    extra: int,
+    tokens: int,
+    *,
+    drop_last_partial: bool,
 ) -> np.ndarray:
-    """Returns the starts of samples `[samples + 1, 2]`: index of a document in `read`, and token in that document.
+    """Returns `sample_index`, `[samples + 1, 2]`: position in `document_index`, and token in that document.
 
     Without the extra token, an entry may point past the last token of a document.
     """
     count = count_samples(tokens, sequence_length, extra, drop_last_partial=drop_last_partial)
-    wide = max(len(read), int(lengths.max(initial=0))) > np.iinfo(np.int32).max
+    wide = max(len(document_index), int(lengths.max(initial=0))) > np.iinfo(np.int32).max
     starts = np.zeros((count + 1, 2), dtype=np.int64 if wide else np.int32)
-    place = passed = 0
+    position = tokens_before = 0
     row = 1
     while row <= count:
-        sizes = lengths[read[place : place + _BLOCK]].astype(np.int64)
+        sizes = lengths[document_index[position : position + _BLOCK]].astype(np.int64)
         if not len(sizes):
             break
-        ends = np.cumsum(sizes) + passed
+        ends = np.cumsum(sizes) + tokens_before
         # Last sample whose start is in this block of documents.
         last = min(count, int((ends[-1] - extra) // sequence_length))
-        is_end = place + len(sizes) >= len(read)
+        is_end = position + len(sizes) >= len(document_index)
         if is_end:
             last = count
         token_offsets = np.arange(row, last + 1, dtype=np.int64) * sequence_length
         if is_end and len(token_offsets):
             token_offsets[-1] = min(token_offsets[-1], ends[-1] - extra)
         number = np.searchsorted(ends, token_offsets - (1 - extra), side="right")
-        starts[row : last + 1, 0] = number + place
+        starts[row : last + 1, 0] = number + position
         starts[row : last + 1, 1] = token_offsets - (ends[number] - sizes[number])
-        row, place, passed = last + 1, place + len(sizes), int(ends[-1])
+        row, position, tokens_before = last + 1, position + len(sizes), int(ends[-1])
     return starts
 
 
@@ -249,8 +256,8 @@ def count_blend_samples(weights: Sequence[float], samples: int) -> tuple[list[in
     """Returns the number of samples a blend takes from each dataset, and the slightly larger number to build it with.
 
     Args:
-        weights: of the datasets; normalized here.
-        samples (`int`): of the blend.
+        weights: weights of the datasets; normalized here.
+        samples (`int`): number of samples of the blend.
     """
     shares = np.asarray(weights, dtype=np.float64)
     shares = shares / np.sum(shares)
@@ -262,8 +269,8 @@ def blend_order(weights: Sequence[float], samples: int) -> BlendOrder:
     """Returns the order of a blend: each sample is from the dataset furthest below its weight; ties go to the first.
 
     Args:
-        weights: of the datasets, as normalized by Megatron's `normalize`.
-        samples (`int`): of the blend.
+        weights: weights of the datasets, as normalized by Megatron's `normalize`.
+        samples (`int`): number of samples of the blend.
     """
     if len(weights) > np.iinfo(np.int16).max:
         raise DataError(f"BlendedDataset got {len(weights)} datasets: expected at most {np.iinfo(np.int16).max}.")
@@ -282,16 +289,17 @@ def exhaustive_order(sizes: Sequence[int]) -> BlendOrder:
 def _greedy(weights: list[float], samples: int, sizes: list[int]) -> BlendOrder:
     dataset, sample = np.zeros(samples, dtype=np.int16), np.zeros(samples, dtype=np.int64)
     counts = [0] * len(weights)
-    open_ones = list(range(len(weights)))
+    remaining = list(range(len(weights)))
     for number in range(samples):
-        passed = float(max(number, 1))
-        best, most = open_ones[0], -math.inf
-        for one in open_ones:
-            deficit = weights[one] * passed - counts[one]
-            if deficit > most:
-                best, most = one, deficit
+        # As in Megatron's C++, the first sample is drawn as if one had been drawn before.
+        num_drawn = float(max(number, 1))
+        best, largest = remaining[0], -math.inf
+        for candidate in remaining:
+            deficit = weights[candidate] * num_drawn - counts[candidate]
+            if deficit > largest:
+                best, largest = candidate, deficit
         dataset[number], sample[number] = best, counts[best]
         counts[best] += 1
         if counts[best] == sizes[best]:
-            open_ones = [one for one in open_ones if one != best]
+            remaining = [candidate for candidate in remaining if candidate != best]
     return BlendOrder(dataset, sample)

@@ -133,7 +133,7 @@ def _hidden(one: Recording, other: Recording, event: Event) -> Iterator[Differen
     finite = unsharded[unsharded.isfinite()]
     scale = float(finite.square().mean().sqrt()) if finite.numel() else 0.0
     scale = scale or 1e-30
-    ratio = one.factor / other.factor if event[0] == OUTPUT_GRADIENT else 1.0
+    ratio = one.averaging_ranks / other.averaging_ranks if event[0] == OUTPUT_GRADIENT else 1.0
     depth = _depth(one.events[event])
     if event[0] == OUTPUT_GRADIENT:
         depth = 2 * one.depth - depth

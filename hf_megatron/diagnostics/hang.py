@@ -93,18 +93,18 @@ def read_flight_records(directory: str | os.PathLike[str]) -> list[FlightRecord]
     return read_rank_files(Path(directory), FLIGHT_RECORD, _record)
 
 
-def _record(said: dict[str, Any]) -> FlightRecord:
+def _record(values: dict[str, Any]) -> FlightRecord:
     calls: dict[tuple[str, tuple[int, ...]], dict[int, Recorded]] = {}
-    for entry in said["entries"]:
+    for entry in values["entries"]:
         name, description = entry["process_group"]
-        if entry["is_p2p"] or name not in said["groups"]:
+        if entry["is_p2p"] or name not in values["groups"]:
             continue
-        key = description.removeprefix("mesh_").removesuffix("_pg"), tuple(said["groups"][name])
+        key = description.removeprefix("mesh_").removesuffix("_pg"), tuple(values["groups"][name])
         operation = entry["profiling_name"].partition(":")[2] or entry["profiling_name"]
         sizes = tuple(map(tuple, entry["input_sizes"]))
         call = Recorded(entry["collective_seq_id"], operation, sizes, tuple(entry["input_dtypes"]))
         calls.setdefault(key, {})[call.number] = call
-    return FlightRecord(said["rank"], said["ranks"], said["steps"], said["waits"], calls)
+    return FlightRecord(values["rank"], values["ranks"], values["steps"], values["waits"], calls)
 
 
 def find_discords(records: Sequence[FlightRecord]) -> list[Discord]:

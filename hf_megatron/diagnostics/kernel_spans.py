@@ -32,7 +32,7 @@ def get_kernel_trace(profiler: Any, trace: RankTrace) -> RankTrace:
         return with_kernels(json.loads(path.read_text(encoding="utf-8")), trace)
 
 
-def with_kernels(said: Mapping[str, Any], trace: RankTrace) -> RankTrace:
+def with_kernels(chrome_trace: Mapping[str, Any], trace: RankTrace) -> RankTrace:
     """Returns a trace with the kernels of a Chrome trace written by Kineto.
 
     An NCCL kernel begins when this rank reaches it and ends when all ranks have. It is attributed to the last call that
@@ -40,11 +40,11 @@ def with_kernels(said: Mapping[str, Any], trace: RankTrace) -> RankTrace:
     about batched sends and receives.
 
     Args:
-        said: contents of the Chrome trace.
+        chrome_trace: contents of the Chrome trace.
         trace: of the host, on the same clock as Kineto.
     """
-    base = said.get("baseTimeNanoseconds", 0) / 1e9
-    events = [event for event in said["traceEvents"] if "ts" in event and "dur" in event]
+    base = chrome_trace.get("baseTimeNanoseconds", 0) / 1e9
+    events = [event for event in chrome_trace["traceEvents"] if "ts" in event and "dur" in event]
     launches = {
         event["args"]["correlation"]: base + event["ts"] / 1e6
         for event in events

@@ -35,16 +35,16 @@ def read_json(path: Path, kind: str, make: Callable[[dict[str, Any]], T]) -> T:
         ConfigError: the file is damaged or of another kind.
     """
     try:
-        said = json.loads(path.read_text(encoding="utf-8"))
+        values = json.loads(path.read_text(encoding="utf-8"))
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: is damaged: {error}") from error
-    stored_kind = said.pop(_KIND, None) if isinstance(said, dict) else None
+    stored_kind = values.pop(_KIND, None) if isinstance(values, dict) else None
     if stored_kind != kind:
         raise ConfigError(
             f"{path}: is not a {kind}" + (f" but a {stored_kind}." if isinstance(stored_kind, str) else ".")
         )
     try:
-        return make(said)
+        return make(values)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise ConfigError(f"{path}: is damaged: {type(error).__name__}: {error}") from error
 

@@ -64,13 +64,13 @@ class RankTrace:
         write_rank_file(rank_file(directory, self.rank), TRACE, asdict(self))
 
     @classmethod
-    def of(cls, said: dict[str, Any]) -> "RankTrace":
+    def of(cls, values: dict[str, Any]) -> "RankTrace":
         """Returns the trace from the contents of a file that `write` wrote."""
         calls = [
             Communication(**{**call, "ranks": tuple(call["ranks"]), "waits": [tuple(wait) for wait in call["waits"]]})
-            for call in said["communications"]
+            for call in values["communications"]
         ]
-        return cls(**{**said, "computed": [tuple(span) for span in said["computed"]], "communications": calls})
+        return cls(**{**values, "computed": [tuple(span) for span in values["computed"]], "communications": calls})
 
 
 def traces_in(directory: str | os.PathLike[str]) -> Sequence[RankTrace]:

@@ -35,7 +35,7 @@ class Recording:
     """A recording that `StepRecorder` wrote.
 
     Args:
-        directory: with the files of all ranks.
+        directory: folder with the files of all ranks.
 
     Raises:
         ConfigError: there is no recording, or a rank's files are missing.
@@ -46,20 +46,20 @@ class Recording:
         files = sorted(self.directory.glob("rank*.json"))
         if not files:
             raise ConfigError(f"{str(directory)!r} has no recording of StepRecorder.")
-        said = {int(file.stem.removeprefix("rank")): read_json(file, RECORDING, dict) for file in files}
-        first = said[min(said)]
-        if missing := sorted({*range(first["ranks"])} - said.keys()):
+        headers = {int(file.stem.removeprefix("rank")): read_json(file, RECORDING, dict) for file in files}
+        first = headers[min(headers)]
+        if missing := sorted({*range(first["ranks"])} - headers.keys()):
             raise ConfigError(
                 f"{str(directory)!r} has recordings of {first['ranks']} ranks, but rank {missing[0]} is missing."
             )
         self.model, self.layout, self.version = first["model"], first["layout"] or "one process", first["version"]
-        self.factor: float = first["factor"]
-        self.losses = _losses(said)
-        self.depth = max((values["depth"] for values in said.values()), default=0)
+        self.averaging_ranks: int = first["factor"]
+        self.losses = _losses(headers)
+        self.depth = max((values["depth"] for values in headers.values()), default=0)
         self._files: dict[int, Any] = {}
         # In execution order; with a pipeline, later stages come last.
         self.events: dict[Event, list[OfRank]] = {}
-        for rank, values in said.items():
+        for rank, values in headers.items():
             for piece in map(_piece, values["pieces"]):
                 event = piece.kind, first["tied"].get(piece.name, piece.name), piece.call
                 self.events.setdefault(event, []).append(OfRank(rank, piece))
@@ -111,8 +111,8 @@ def compute_indices(piece: RecordedPiece, values: Tensor, width: int) -> list[Te
         if held is not None:
             places.append(torch.cat([torch.arange(0), *(torch.arange(start, stop) for start, stop in held)]))
             continue
-        (share, shares), size = piece.share, values.shape[dim]
-        places.append(torch.arange(size) + (share * size if size * shares == width and shares > 1 else 0))
+        (index, count), size = piece.share, values.shape[dim]
+        places.append(torch.arange(size) + (index * size if size * count == width and count > 1 else 0))
     return places
 
 
@@ -149,8 +149,9 @@ def _piece(values: dict[str, Any]) -> RecordedPiece:
     return RecordedPiece(**values | {"held": held, "share": tuple(values["share"])})
 
 
-def _losses(said: Mapping[int, Mapping[str, Any]]) -> dict[int, float]:
-    """Returns the loss of each rank; shares of one loss are summed over data-parallel replicas."""
-    shares = {values["share_of_loss"]: values["loss"] for values in said.values()}
-    total = math.fsum(shares.values())
-    return {rank: values["loss"] if values["share_of_loss"] is None else total for rank, values in said.items()}
+def _losses(headers: Mapping[int, Mapping[str, Any]]) -> dict[int, float]:
+    """Returns the loss of each rank; the terms of one loss are summed over data-parallel replicas."""
+    # The key holds the data-parallel rank of a term, so that other ranks of a replica count once.
+    terms = {values["share_of_loss"]: values["loss"] for values in headers.values()}
+    total = math.fsum(terms.values())
+    return {rank: values["loss"] if values["share_of_loss"] is None else total for rank, values in headers.items()}

@@ -49,10 +49,10 @@ class RecordedPiece:
     """The local chunk of one tensor on one rank.
 
     Attributes:
-        kind, name: of the tensor, such as `"output"` and a module name.
+        kind, name: what the tensor is, such as `"output"`, and the name of its module or parameter.
         call: index of the module's call in one forward; 0 unless a module is called several times.
         order: number of chunks that the rank recorded before.
-        key: in the rank's file.
+        key: name of the chunk in the rank's file.
         held: for each dim of the full tensor, the `[start, stop)` intervals of this chunk, in order; `None` for all
             entries or for one of several equal shards.
         share: (index, count) of the equal shard along the last dim, if `held` has `None` there.
@@ -124,7 +124,7 @@ class StepRecorder:
         self._tensors: dict[str, Tensor] = {}
         self._pieces: list[RecordedPiece] = []
         self._losses: list[float] = []
-        self._is_share = False
+        self._is_loss_term = False
         self._calls = PlaceInBatch()
         self._hooks: list[Any] = []
 
@@ -155,8 +155,8 @@ class StepRecorder:
 
     def _begin_call(self, model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         if not in_backward() and not is_rerunning_step(self.state):
-            # With `num_items_in_batch` the loss is this rank's share of the mean over all tokens of the step.
-            self._is_share = kwargs.get("num_items_in_batch") is not None
+            # With `num_items_in_batch` the loss is this rank's term of the mean over all tokens of the step.
+            self._is_loss_term = kwargs.get("num_items_in_batch") is not None
             self._calls.begin(self.state, args, kwargs)
 
     @runs_last
@@ -176,18 +176,18 @@ class StepRecorder:
             if value is None or place is None:
                 return
             held, call, depth = place
-            share = self._share(name, value)
-            if share[0] is not None:
-                held = (*held[:2], share[0])
-            self._add(OUTPUT, name, call, value, held, share[1], depth)
+            features, shard = self._local_features(name, value)
+            if features is not None:
+                held = (*held[:2], features)
+            self._add(OUTPUT, name, call, value, held, shard, depth)
             if value.requires_grad and self._is_complete(name, held):
                 value.register_hook(
-                    lambda gradient: self._add(OUTPUT_GRADIENT, name, call, gradient, held, share[1], depth)
+                    lambda gradient: self._add(OUTPUT_GRADIENT, name, call, gradient, held, shard, depth)
                 )
 
         return hook
 
-    def _share(self, name: str, value: Tensor) -> tuple[tuple[Interval, ...] | None, Interval]:
+    def _local_features(self, name: str, value: Tensor) -> tuple[tuple[Interval, ...] | None, Interval]:
         """Returns the features of an output by its linear's sharding, or the `(index, count)` of a possible shard."""
         if self.state is None:
             return None, (0, 1)
@@ -255,21 +255,23 @@ class StepRecorder:
         self.directory.mkdir(parents=True, exist_ok=True)
         save_file(self._tensors, self._file("safetensors"))
         tied = dict(getattr(self.inner, "all_tied_weights_keys", {}))
-        said = {
+        header = {
             "kind": RECORDING,
             "version": __version__,
             "model": type(self.inner).__name__,
             "layout": "" if self.state is None else self.state.config.layout(),
             "ranks": 1 if self.state is None else dist.get_world_size(),
+            # Number of ranks over which gradients are averaged.
             "factor": 1 if self.state is None else self.state.axes.size("dp_cp"),
-            "loss": sum(self._losses) / (1 if self._is_share else max(1, len(self._losses))),
-            "share_of_loss": None if not self._is_share else 0 if self.state is None else self.state.mesh.dp_rank,
+            "loss": sum(self._losses) / (1 if self._is_loss_term else max(1, len(self._losses))),
+            # Data-parallel rank whose term of the mean the loss is; `None` if it is the full loss.
+            "share_of_loss": None if not self._is_loss_term else 0 if self.state is None else self.state.mesh.dp_rank,
             "depth": self._calls.depth,
             "tied": tied,
             "pieces": [asdict(piece) for piece in self._pieces],
         }
         # Written last: a folder without this file has no recording.
-        self._file("json").write_text(json.dumps(said), encoding="utf-8")
+        self._file("json").write_text(json.dumps(header), encoding="utf-8")
 
 
 def _is_hidden(value: Any) -> bool:

@@ -270,7 +270,7 @@ _ROWS: tuple[tuple[str, ...], ...] = (
     ("peft.peft_model:PeftModel.get_prompt", "peft.injection:get_prompt", "creates prompts for all heads", _ALWAYS),
     ("peft.tuners.tuners_utils:BaseTuner.inject_adapter", "peft.injection:inject_adapter",
      "adds full adapters to sharded layers", _ALWAYS),
-    ("peft.tuners.lora.model:LoraModel._enable_peft_forward_hooks", "peft.injection:forward_hooks",
+    ("peft.tuners.lora.model:LoraModel._enable_peft_forward_hooks", "peft.injection:reject_adapter_names",
      "assigns adapters to the samples of a full batch", _ALWAYS),
     ("peft.tuners.tuners_utils:BaseTuner._unload_and_optionally_merge", "peft.injection:unload", "ignores the layout",
      _ALWAYS),
@@ -404,6 +404,6 @@ HOOKS: Sequence[tuple[str, str]] = (
     ("transformers.modeling_utils", f"{_HERE}.torch.optimizers:end_unprepared_steps"),
     ("transformers.modeling_utils", f"{_HERE}.torch.autograd:watch_retained_gradients"),
     ("transformers.modeling_utils", f"{_HERE}.torch.dtensor_methods:replace_tensor_methods"),
-    ("transformers.modeling_utils", f"{_HERE}.torch.dtensor_ops:handle_split_operators"),
+    ("transformers.modeling_utils", f"{_HERE}.torch.dtensor_ops:override_sharded_tensor_ops"),
     ("transformers.modeling_utils", "hf_megatron.pipeline_parallel.module_placement:follow_exchanged_modules"),
 )

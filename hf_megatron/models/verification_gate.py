@@ -88,12 +88,13 @@ def require_verified(model: Any, state: PlannedModel, description: Description) 
             "to check it, or pass MegatronConfig(allow_unverified=True), which runs this check and continues if it "
             "passes."
         )
-    judgment: list[Any] = [None]
+    # Exit code and report of the check, which only rank 0 runs.
+    results: list[Any] = [None]
     if dist.get_rank() == 0:
-        judgment = [_check(model, layouts)]
-    dist.broadcast_object_list(judgment, src=0)
-    code, report = judgment[0]
-    if code:
+        results = [_check(model, layouts)]
+    dist.broadcast_object_list(results, src=0)
+    exit_code, report = results[0]
+    if exit_code:
         raise UnverifiedLayoutError(f"{what}\nThe parity check failed (`{command}`):\n{report}")
 
 
@@ -120,23 +121,23 @@ def why_unverified(model: Any, config: MegatronConfig, state: PlannedModel, desc
 
 
 def choose_verified_scheme(
-    model: Any, config: MegatronConfig, stated: MegatronConfig, description: Description
+    model: Any, config: MegatronConfig, with_default_scheme: MegatronConfig, description: Description
 ) -> MegatronConfig:
-    """Returns `stated`, or `config` with the ring (`"p2p"`) if no scheme was set and only the ring was verified.
+    """Returns the layout with the default scheme, or the ring (`"p2p"`) if none was set and only it was verified.
 
     Args:
-        stated: `config` with the default `cp_comm_type` filled in.
+        with_default_scheme: `config` with the default `cp_comm_type` filled in.
     """
     if config.cp_size == 1 or config.cp_comm_type is not None:
-        return stated
+        return with_default_scheme
     features = description.features({})
     ring = dataclasses.replace(config, cp_comm_type="p2p")
     name, model_type = type(model).__name__, model.config.model_type
     compared = [
         differences(name, model_type, get_context_layout_kind(layout), features, _base_prefix(model)) == []
-        for layout in (stated, ring)
+        for layout in (with_default_scheme, ring)
     ]
-    return ring if compared == [False, True] else stated
+    return ring if compared == [False, True] else with_default_scheme
 
 
 def _base_prefix(model: Any) -> str | None:
@@ -169,9 +170,13 @@ def _warn_replicated_layers(model: Any, config: MegatronConfig, features: Featur
         )
 
 
-def _layouts(config: MegatronConfig, copies: bool) -> str:
-    """Returns the smallest layout of each kind on which a tiny model is sharded in the same way as the model."""
-    sizes = {"tp": "tp4" if copies else "tp2", "cp": "cp2", "pp": "pp2", "ep": "ep2"}
+def _layouts(config: MegatronConfig, has_copied_shards: bool) -> str:
+    """Returns the smallest layout of each kind on which a tiny model is sharded in the same way as the model.
+
+    Args:
+        has_copied_shards: whether several tp ranks hold the same shard, which takes four ranks in the tiny model.
+    """
+    sizes = {"tp": "tp4" if has_copied_shards else "tp2", "cp": "cp2", "pp": "pp2", "ep": "ep2"}
     return ",".join(
         "dp2+ep2" if kind == "ep" else "+".join(sizes.get(word, word) for word in kind.split("+"))
         for kind in layout_kinds(config)

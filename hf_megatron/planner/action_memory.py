@@ -28,12 +28,12 @@ class ActionFigures:
 
     Attributes:
         peak: peak memory while it ran, relative to its start.
-        left: memory at its end, relative to its start; negative if it frees memory.
+        growth: memory at its end, relative to its start; negative if it frees memory.
         collectives: (group, operation) -> number of calls and bytes of their largest tensors.
     """
 
     peak: int
-    left: int
+    growth: int
     collectives: Collectives = field(default_factory=dict)
 
 
@@ -71,10 +71,10 @@ class StepOfActions:
         # difference between the halves at the two positions.
         usual = self.figures[kind, stage, _BETWEEN]
         more, less = ([self.figures[half, stage, where] for half in _HALVES] for where in (place, _BETWEEN))
-        left = sum(half.left for half in more) - sum(half.left for half in less)
-        peak = max(usual.peak, usual.left + left)
+        growth = sum(half.growth for half in more) - sum(half.growth for half in less)
+        peak = max(usual.peak, usual.growth + growth)
         collectives = functools.reduce(_sum, (half.collectives for half in more))
-        return ActionFigures(peak, usual.left + left, collectives)
+        return ActionFigures(peak, usual.growth + growth, collectives)
 
     def moved_to(self, stages: Sequence[int]) -> "StepOfActions":
         """Returns the figures for a rank of the same kind that holds other stages, in the same order."""
@@ -93,10 +93,10 @@ class StepOfActions:
                 peak = Peak(total + action_figures.peak, action)
             if action.kind in _SENDS:
                 # A sent tensor is freed only after `IN_FLIGHT` further sends.
-                sends.append(action_figures.left)
+                sends.append(action_figures.growth)
                 total += sends.popleft() if len(sends) > p2p.IN_FLIGHT else 0
             else:
-                total += action_figures.left
+                total += action_figures.growth
         return peak
 
     def sum_collectives(self, actions: Sequence[Action]) -> dict[tuple[str, str], tuple[int, int]]:

@@ -8,7 +8,7 @@ from ..core.axes import Axes
 from ..errors import ConfigError
 from ..pipeline_parallel.schedules import schedule
 from .truncated_model import why_not_cut
-from .unit_cost_cache import UnitBook
+from .unit_cost_cache import UnitCostCache
 
 _ROWS = (1, 2, 4, 8, 16)
 _VIRTUAL = (2, 3, 4, 5, 6, 8, 10)
@@ -48,15 +48,15 @@ class Candidates:
     """Lists the layouts of a job.
 
     Args:
-        book: costs of the model's units.
+        cost_cache: costs of the model's units.
         bounds: of the search.
 
     Attributes:
         reasons: reason for an exclusion -> number of excluded combinations of tp, cp, pp and ep.
     """
 
-    def __init__(self, book: UnitBook, bounds: Bounds):
-        self.book, self.job, self.bounds = book, book.job, bounds
+    def __init__(self, cost_cache: UnitCostCache, bounds: Bounds):
+        self.cost_cache, self.job, self.bounds = cost_cache, cost_cache.job, bounds
         self.reasons: dict[str, int] = {}
         self._not_cut: dict[tuple[bool, bool, str], str] = {}
 
@@ -72,7 +72,7 @@ class Candidates:
             if name != "ep_size" and self.job.devices % size:
                 raise ConfigError(f"{name} = {size}: does not divide {self.job.devices} devices.")
             if name == "ep_size" and size > 1 and (self.experts or 1) % size:
-                kind = self.book.short.config.model_type
+                kind = self.cost_cache.short.config.model_type
                 has = f"{self.experts} experts, which {size} does not divide" if self.experts else "no experts"
                 raise ConfigError(f"ep_size = {size}: model type {kind!r} has {has}.")
 
@@ -97,9 +97,9 @@ class Candidates:
                     f"tp {size} and more: {device.name} has {device.devices_per_link} devices per link domain"
                 )
                 break
-            if reason := self.book.why_not(MegatronConfig(tp_size=size)):
+            if reason := self.cost_cache.why_not(MegatronConfig(tp_size=size)):
                 self.leave_out(f"tp {size}: {reason}")
-            elif size > 1 and (reason := self.book.why_not_sequence_parallel):
+            elif size > 1 and (reason := self.cost_cache.why_not_sequence_parallel):
                 self.leave_out(f"sequence parallelism: {reason}")
                 sizes.append(size)
             else:
@@ -116,7 +116,7 @@ class Candidates:
                 self.leave_out(
                     f"cp {size}: the sequence length {self.job.sequence_length} is not a multiple of {2 * size}"
                 )
-            elif size > 1 and (reason := self.book.why_not(MegatronConfig(cp_size=size))):
+            elif size > 1 and (reason := self.cost_cache.why_not(MegatronConfig(cp_size=size))):
                 self.leave_out(f"cp {size}: {reason}")
             else:
                 sizes.append(size)
@@ -139,13 +139,13 @@ class Candidates:
     @property
     def experts(self) -> int:
         """Number of experts of a layer; 0 without any."""
-        text = self.book.short.config.get_text_config()
+        text = self.cost_cache.short.config.get_text_config()
         names = ("n_routed_experts", "num_local_experts", "num_experts", "moe_num_experts")
         return next((value for name in names if isinstance(value := getattr(text, name, None), int) and value > 1), 0)
 
     def meshes(self) -> Iterator[MegatronConfig]:
         """Yields the axis sizes that fit the devices, without schedule, microbatch size, and ZeRO stage."""
-        layers = len(self.book.short.layers)
+        layers = len(self.cost_cache.short.layers)
         tensor, context = self.tensor_sizes(), self.context_sizes()
         for tp in tensor:
             for cp in context:
@@ -166,7 +166,7 @@ class Candidates:
                     for ep in self.expert_sizes(tp, cp, dp):
                         yield MegatronConfig(
                             tp_size=tp,
-                            sequence_parallel=self.book.shares_sequences(tp),
+                            sequence_parallel=self.cost_cache.shares_sequences(tp),
                             cp_size=cp,
                             pp_size=pp,
                             dp_size=dp,
@@ -177,13 +177,13 @@ class Candidates:
     def _why_not_cut(self, tp: int, pp: int, schedule: str = "1f1b") -> str:
         if pp == 1:
             return ""
-        if self.book.short.config.is_encoder_decoder:
+        if self.cost_cache.short.config.is_encoder_decoder:
             return "communication from the encoder to the decoder is not estimated"
         # The reason does not depend on how many tp or pp ranks there are, beyond two.
-        key = self.book.shares_sequences(tp), tp > 1, schedule
+        key = self.cost_cache.shares_sequences(tp), tp > 1, schedule
         if key not in self._not_cut:
             layout = MegatronConfig(tp_size=min(tp, 2), sequence_parallel=key[0], pp_size=2, pipeline_schedule=schedule)
-            self._not_cut[key] = why_not_cut(self.book.short, layout)
+            self._not_cut[key] = why_not_cut(self.cost_cache.short, layout)
         return self._not_cut[key]
 
     def steps(self, mesh: MegatronConfig) -> Iterator[Candidate]:
@@ -200,7 +200,7 @@ class Candidates:
             yield from self._schedules(mesh, name, splits)
 
     def _schedules(self, mesh: MegatronConfig, name: str, splits: list[tuple[int, int]]) -> Iterator[Candidate]:
-        pipeline_schedule, layers = schedule(name), len(self.book.short.layers)
+        pipeline_schedule, layers = schedule(name), len(self.cost_cache.short.layers)
         if pipeline_schedule.splits_backward and mesh.zero_stage == 3:
             return
         if self._why_not_cut(mesh.tp_size, mesh.pp_size, name):

@@ -9,7 +9,7 @@ from ..pipeline_parallel.schedule_simulator import StageCosts, simulated_seconds
 from ..pipeline_parallel.schedules import schedule
 from .rank_memory import RankMemory
 from .time_model import Times, communication_seconds, exposed_reduction, seconds
-from .unit_cost_cache import UnitBook
+from .unit_cost_cache import UnitCostCache
 from .unit_costs import Runs
 from .unit_work import Work
 
@@ -76,12 +76,12 @@ class Estimator:
     """Estimates layouts of one job.
 
     Args:
-        book: costs of the model's units.
+        cost_cache: costs of the model's units.
     """
 
-    def __init__(self, book: UnitBook):
-        self.book, self.job = book, book.job
-        self.memory = RankMemory(book)
+    def __init__(self, cost_cache: UnitCostCache):
+        self.cost_cache, self.job = cost_cache, cost_cache.job
+        self.memory = RankMemory(cost_cache)
         self._times: dict[tuple, _StageTimes] = {}
         self._stages: dict[tuple, tuple[StageCosts, Times]] = {}
 
@@ -154,12 +154,12 @@ class Estimator:
         key = *sizes, *shape, layout.recompute, rows, self._links(layout)["ep"]
         if key not in self._times:
             rank_of, links = self.memory.table(layout).rank_of, self._links(layout)
-            stages = self.book.runs(len(rank_of))
+            stages = self.cost_cache.runs(len(rank_of))
             of_runs = {runs: self._stage(layout, rows, runs, links) for runs in dict.fromkeys(stages)}
             costs = tuple(of_runs[runs][0] for runs in stages)
             # Most ranks between the first and the last hold the same units: compute each kind once.
             times: dict[tuple, Times] = {}
-            held_by = self.book.get_rank_runs(rank_of)
+            held_by = self.cost_cache.get_rank_runs(rank_of)
             for held in dict.fromkeys(held_by):
                 times[held] = sum((of_runs[runs][1].repeated(count) for runs, count in held), Times())
             self._times[key] = _StageTimes(costs, tuple(times[held] for held in held_by))
@@ -183,22 +183,22 @@ class Estimator:
         return self._stages[key]
 
     def _unit_work(self, layout: MegatronConfig, rows: int, unit: int) -> tuple[Work, Work]:
-        figures, share = self.book.costs(layout).unit(unit), rows / layout.cp_size
+        figures, local_rows = self.cost_cache.costs(layout).unit(unit), rows / layout.cp_size
         # Data-parallel traffic occurs once per step and is counted separately.
-        works = [_within_replica(work.scaled(share)) for work in (figures.forward, figures.backward)]
+        works = [_within_replica(work.scaled(local_rows)) for work in (figures.forward, figures.backward)]
         if self.job.attended != 1:
             works = [replace(work, attention=work.attention * self.job.attended) for work in works]
         if decoded := self._decoding(layout, unit):
             works = [work + decoded for work in works]
         if layout.cp_size > 1:
-            ring, others = self.book.ring(layout).unit(unit), layout.cp_size - 1
+            ring, others = self.cost_cache.ring(layout).unit(unit), layout.cp_size - 1
             for place, work in enumerate((ring.forward, ring.backward)):
                 calls, size = work.traffic.get("cp", (0, 0.0))
                 # Measured with two ranks, each exchanging half of the sequence; `cp_size` ranks exchange all but their
                 # own shard.
                 works[place] += Work(traffic={"cp": (calls * others, size * 2 * rows * others / layout.cp_size)})
-        if layout.ep_size > 1 and unit in self.book.parameters(layout).experts:
-            text = self.book.short.config.get_text_config()
+        if layout.ep_size > 1 and unit in self.cost_cache.parameters(layout).experts:
+            text = self.cost_cache.short.config.get_text_config()
             chosen = next((n for name in _EXPERTS_CHOSEN if isinstance(n := getattr(text, name, None), int)), 1)
             # Token dispatch and combine, assuming equal load of the experts.
             sent = 2 * self._hidden_bytes(layout, rows) * chosen * (layout.ep_size - 1) / layout.ep_size
@@ -207,7 +207,7 @@ class Estimator:
 
     def _decoding(self, layout: MegatronConfig, unit: int) -> Work | None:
         """Returns the work of dequantizing a unit's weights, if any; only layers have quantized weights."""
-        held = () if unit < 0 else self.book.parameters(layout).layers[unit]
+        held = () if unit < 0 else self.cost_cache.parameters(layout).layers[unit]
         coded = [one for one in held if one.codes is not None]
         if not coded:
             return None
@@ -217,7 +217,7 @@ class Estimator:
         """Returns the bytes of a rank's hidden states of one microbatch."""
         shared = layout.cp_size * (layout.tp_size if layout.sequence_parallel else 1)
         tokens = rows * self.job.sequence_length / shared
-        return tokens * self.book.short.config.get_text_config().hidden_size * self.job.itemsize
+        return tokens * self.cost_cache.short.config.get_text_config().hidden_size * self.job.itemsize
 
     def _links(self, layout: MegatronConfig) -> dict[str, str]:
         device, inner = self.job.device, layout.tp_size * layout.cp_size
@@ -240,7 +240,7 @@ class Estimator:
     def _traffic(self, layout: MegatronConfig, rows: int, microbatches: int, rank: int) -> dict[str, float]:
         traffic: dict[str, float] = {}
         table = self.memory.table(layout)
-        for runs, stages in self.book.get_rank_runs(table.rank_of)[rank]:
+        for runs, stages in self.cost_cache.get_rank_runs(table.rank_of)[rank]:
             for unit, count in runs:
                 for work in self._unit_work(layout, rows, unit):
                     for axis, (_, size) in work.traffic.items():

@@ -57,13 +57,13 @@ def measure_device(
     # Extrapolated rate of an infinitely large product.
     full = {name: rate * (1 + PUBLISHED.half_width["bf16"] / side) for name, rate in rates.items()}
     if like is not None:
-        share = {
+        fractions = {
             name: _digits(min(1.0, rate / like.peak(name))) for name, rate in full.items() if name in like.peak_tflops
         }
         return replace(
             like,
             name=f"{_name(kind)} (measured)",
-            matmul_share={**like.matmul_share, **share},
+            matmul_share={**like.matmul_share, **fractions},
             memory_share=_digits(min(1.0, memory / (like.memory_tb_s * 1e12))),
             host_gb_s=_digits(host / 1e9),
             launch_us=_digits(launch_us),

@@ -100,23 +100,23 @@ def _format_labels(job: Job) -> str:
 
 def _trained(job: Job) -> str:
     """Returns a description of partial training and of packing; empty for full training on unpacked sequences."""
-    said, training = "", job.training
+    description, training = "", job.training
     if training.lora_rank:
-        said += f", LoRA of rank {training.lora_rank} with a frozen base"
+        description += f", LoRA of rank {training.lora_rank} with a frozen base"
     if training.quantized is not None:
-        said += f" in {training.quantized}"
+        description += f" in {training.quantized}"
     if training.frozen:
-        said += f", without {', '.join(training.frozen)}"
+        description += f", without {', '.join(training.frozen)}"
     if job.document_length is not None:
-        said += f", packed with documents of {job.document_length:g} tokens"
-    return said
+        description += f", packed with documents of {job.document_length:g} tokens"
+    return description
 
 
 def _cells(result: SearchResult, one: Estimate, tokens: float | None) -> list[str]:
     layout, virtual = one.layout, one.layout.virtual_stages
     schedule = "" if layout.pp_size == 1 else layout.pipeline_schedule + (f" x {virtual}" if virtual else "")
     waits = ", ".join(
-        f"{axis} {share:.0%}" for axis, value in one.exposed.items() if (share := value / one.seconds) > 0.005
+        f"{axis} {fraction:.0%}" for axis, value in one.exposed.items() if (fraction := value / one.seconds) > 0.005
     )
     cells = [layout.layout(), schedule, layout.recompute or "none", str(one.rows), str(one.microbatches)]
     cells += [f"{one.peak / _GIB:.1f}", f"{one.seconds:.2f}", f"{_rate(result, one):.0f}"]
@@ -249,8 +249,8 @@ def launch_as_yaml(result: SearchResult, one: Estimate, devices_per_machine: int
     if machines > 1:
         values |= {"main_process_ip": "127.0.0.1", "main_process_port": 29500}
     variables = launch_variables(layout)
-    said = "".join(f"{name}={value} " for name, value in variables.items())
-    lines = [f"# {said}accelerate launch --config_file THIS_FILE train.py"]
+    environment = "".join(f"{name}={value} " for name, value in variables.items())
+    lines = [f"# {environment}accelerate launch --config_file THIS_FILE train.py"]
     lines.append(f"# A dp rank's step: {one.microbatches * one.rows} rows, in microbatches of {one.rows}.")
     return "\n".join([*lines, yaml.safe_dump(values, sort_keys=False)])
 

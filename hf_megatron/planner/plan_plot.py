@@ -108,6 +108,6 @@ def _draw_step(axes: Any, one: Estimate) -> None:
     played = simulate(layout.pipeline_schedule, layout.pp_size, per_rank, num_shown, one.stages, one.send)
     timeline = simulated_timeline(played, layout.pipeline_schedule, num_shown)
     draw_bars(axes, timeline, _WIDTH)
-    said = f"{num_shown} of {count} microbatches" if num_shown < count else f"{count} microbatches"
-    share = one.bubble / one.seconds
-    axes.set_title(f"the step as simulated: {one.seconds:.2f} s, bubble {share:.1%}; {said} drawn", fontsize=11)
+    shown = f"{num_shown} of {count} microbatches" if num_shown < count else f"{count} microbatches"
+    fraction = one.bubble / one.seconds
+    axes.set_title(f"the step as simulated: {one.seconds:.2f} s, bubble {fraction:.1%}; {shown} drawn", fontsize=11)

@@ -10,7 +10,7 @@ from ..config import MegatronConfig
 from ..pipeline_parallel.layers_per_stage import stages_per_rank
 from ..pipeline_parallel.schedule_simulator import most_held
 from ..pipeline_parallel.schedules import assign_stage_ranks, computations, schedule, valid_microbatches
-from .unit_cost_cache import KeptUnit, UnitBook
+from .unit_cost_cache import KeptUnit, UnitCostCache
 from .unit_costs import Runs
 from .unit_tracker import UnitFigures
 
@@ -48,11 +48,11 @@ class RankMemory:
     """Sums the memory of ranks.
 
     Args:
-        book: costs of the model's units.
+        cost_cache: costs of the model's units.
     """
 
-    def __init__(self, book: UnitBook):
-        self.book = book
+    def __init__(self, cost_cache: UnitCostCache):
+        self.cost_cache = cost_cache
         self._tables: dict[tuple, RankTable] = {}
         self._stages: dict[tuple, tuple[int, int]] = {}
         self._kept: dict[tuple, KeptUnit] = {}
@@ -82,26 +82,26 @@ class RankMemory:
 
     def peak(self, layout: MegatronConfig, rows: int, microbatches: int) -> float:
         """Returns the peak bytes of the fullest rank; assumes that all categories peak at the same time."""
-        table, share = self.table(layout), rows / layout.cp_size
+        table, local_rows = self.table(layout), rows / layout.cp_size
         held = self.held(layout, microbatches)
         return max(
-            static_bytes + share * (kept + peak)
+            static_bytes + local_rows * (kept + peak)
             for static_bytes, kept, peak in zip(table.sums, held, table.peaks, strict=True)
         )
 
     def categories(self, layout: MegatronConfig, rows: int, microbatches: int) -> tuple[Counter[str], ...]:
         """Returns category -> bytes of each pipeline rank at its peak."""
-        table, share = self.table(layout), rows / layout.cp_size
+        table, local_rows = self.table(layout), rows / layout.cp_size
         totals = []
         ranks = zip(table.static, self.held(layout, microbatches), table.peaks, strict=True)
         for static, held, peak in ranks:
-            total = static + Counter({ACTIVATIONS: round(share * held), AT_WORK: round(share * peak)})
+            total = static + Counter({ACTIVATIONS: round(local_rows * held), AT_WORK: round(local_rows * peak)})
             totals.append(total)
         return tuple(totals)
 
     def _make(self, layout: MegatronConfig, per_rank: int) -> RankTable:
         rank_of = tuple(assign_stage_ranks(layout.pipeline_schedule, layout.pp_size, per_rank))
-        stages, of_ranks = self.book.runs(len(rank_of)), self.book.get_rank_runs(rank_of)
+        stages, of_ranks = self.cost_cache.runs(len(rank_of)), self.cost_cache.get_rank_runs(rank_of)
         # Most ranks between the first and the last hold the same units: compute each kind once.
         kinds = {held: number for number, held in enumerate(dict.fromkeys(of_ranks))}
         kept_by = [self._kept_rank(layout, held) for held in kinds]
@@ -111,7 +111,7 @@ class RankMemory:
         kept = [kept_by[number] for number in kind_indices]
         static = tuple(static_by[number] for number in kind_indices)
         if len(stages) == 1:
-            static[0].subtract(self.book.kept(layout)[1].kept)
+            static[0].subtract(self.cost_cache.kept(layout)[1].kept)
         return RankTable(
             rank_of,
             static,
@@ -127,17 +127,17 @@ class RankMemory:
         """Returns the bytes that a microbatch's forward keeps on a stage, and the peak above that."""
         key = layout.tp_size, layout.ep_size > 1, layout.recompute, runs
         if key not in self._stages:
-            costs = self.book.costs(layout)
+            costs = self.cost_cache.costs(layout)
             units = [(costs.unit(number), count) for number, count in runs]
-            left = sum(unit.left * count for unit, count in units)
-            self._stages[key] = left, _peak(units) - left
+            growth = sum(unit.forward_growth * count for unit, count in units)
+            self._stages[key] = growth, _peak(units) - growth
         return self._stages[key]
 
     def _kept_rank(self, layout: MegatronConfig, held: tuple[tuple[Runs, int], ...]) -> KeptUnit:
         sizes = layout.tp_size, layout.cp_size, layout.pp_size, layout.dp_size, layout.ep_size, layout.etp_size
         key = *sizes, layout.zero_stage, layout.offload_optimizer, held
         if key not in self._kept:
-            units, _ = self.book.kept(layout)
+            units, _ = self.cost_cache.kept(layout)
             counts: Counter[int] = Counter()
             for runs, stages in held:
                 for unit, count in runs:
@@ -164,11 +164,11 @@ def _peak(units: Sequence[tuple[UnitFigures, int]]) -> int:
     """Returns the peak bytes of a microbatch's forward and backward through units, relative to its start."""
     total = most = 0
     for unit, count in units:
-        most = max(most, total + max(0, (count - 1) * unit.left) + unit.forward_peak)
-        total += count * unit.left
+        most = max(most, total + max(0, (count - 1) * unit.forward_growth) + unit.forward_peak)
+        total += count * unit.forward_growth
     for unit, count in reversed(units):
-        most = max(most, total + max(0, (count - 1) * unit.backward_left) + unit.backward_peak)
-        total += count * unit.backward_left
+        most = max(most, total + max(0, (count - 1) * unit.backward_growth) + unit.backward_peak)
+        total += count * unit.backward_growth
     return most
 
 

@@ -16,7 +16,7 @@ from .job import Job
 from .predicted_step import require_lengths
 from .rank_memory import RankMemory
 from .truncated_model import shorten, what_was_not_compared
-from .unit_cost_cache import UnitBook
+from .unit_cost_cache import UnitCostCache
 
 # Layouts whose estimates differ by less than this share count as equal.
 NOISE = 0.05
@@ -30,7 +30,7 @@ class SearchResult:
     """Result of a search.
 
     Attributes:
-        job: that was searched.
+        job: the training job.
         best: fastest layouts that fit, each with other axis sizes, fastest first.
         nearest (*optional*): the smallest layout that does not fit but, unless `best` is empty, is faster than the best
             one.
@@ -52,19 +52,19 @@ def search_layouts(config: PreTrainedConfig, job: Job, bounds: Bounds | None = N
     """Searches the layouts of a model.
 
     Args:
-        config: of the model, which `auto_class` resolves to a class; nothing else is read.
+        config: the model's config, which `auto_class` resolves to a class; nothing else is read.
         job: training job.
-        bounds (`Bounds`, *optional*): of the search.
+        bounds (`Bounds`, *optional*): the layouts to search.
 
     Raises:
         ConfigError: no model can be made of the config, or no layout is left.
     """
     bounds = bounds or Bounds()
     require_lengths(config, job.sequence_length, job.target_length)
-    book = UnitBook(shorten(config, job.training, job.dtype), job)
-    candidates = Candidates(book, bounds)
+    cost_cache = UnitCostCache(shorten(config, job.training, job.dtype), job)
+    candidates = Candidates(cost_cache, bounds)
     candidates.require_possible()
-    estimator = Estimator(book)
+    estimator = Estimator(cost_cache)
     meshes = [*candidates.meshes()]
     if not meshes:
         raise ConfigError(
@@ -75,11 +75,15 @@ def search_layouts(config: PreTrainedConfig, job: Job, bounds: Bounds | None = N
     context_sizes = {1, 2} if any(mesh.cp_size > 1 for mesh in meshes) else {1}
     dispatches = any(mesh.ep_size > 1 for mesh in meshes)
     _measure(candidates, tensor_sizes, context_sizes, dispatches=dispatches)
-    quick = [*_quick(estimator.memory, candidates, meshes)]
+    quick = [*_estimate_quickly(estimator.memory, candidates, meshes)]
     fitting = [candidate for candidate in quick if candidate.peak <= job.memory]
-    fastest = _different(heapq.nsmallest(_SIMULATED, fitting, key=lambda found: found.order(estimator)), estimator)
+    fastest = _fastest_per_mesh(
+        heapq.nsmallest(_SIMULATED, fitting, key=lambda candidate: candidate.order(estimator)), estimator
+    )
     limit = fastest[0].seconds * (1 - NOISE) if fastest else math.inf
-    too_large = sorted((candidate for candidate in quick if candidate.peak > job.memory), key=lambda found: found.peak)
+    too_large = sorted(
+        (candidate for candidate in quick if candidate.peak > job.memory), key=lambda candidate: candidate.peak
+    )
     # Lazily: most of these never need a time estimate.
     nearest = next((candidate for candidate in too_large if candidate.seconds(estimator) < limit), None)
     return SearchResult(
@@ -89,37 +93,37 @@ def search_layouts(config: PreTrainedConfig, job: Job, bounds: Bounds | None = N
         len(fitting),
         len(quick),
         candidates.reasons,
-        tuple(tuple(what_was_not_compared(book.short, one.layout)) for one in fastest[:_SHOWN]),
+        tuple(tuple(what_was_not_compared(cost_cache.short, estimate.layout)) for estimate in fastest[:_SHOWN]),
     )
 
 
 def _measure(candidates: Candidates, tensor_sizes: set[int], context_sizes: set[int], *, dispatches: bool) -> None:
     """Measures the model's units; drops selective recomputation if the model rejects it or it frees almost nothing."""
-    book, bounds, reason = candidates.book, candidates.bounds, ""
+    cost_cache, bounds, reason = candidates.cost_cache, candidates.bounds, ""
     tries = [_SELECTIVE] if _SELECTIVE in bounds.recomputes else []
     try:
-        book.measure(tensor_sizes, context_sizes, {None}, dispatches=dispatches, on_smallest=tries)
+        cost_cache.measure(tensor_sizes, context_sizes, {None}, dispatches=dispatches, on_smallest=tries)
     except RankError as error:
         if not tries:
             raise
         reason = first_reason(str(error))
-        book.measure(tensor_sizes, context_sizes, {None}, dispatches=dispatches)
+        cost_cache.measure(tensor_sizes, context_sizes, {None}, dispatches=dispatches)
     if not tries:
         return
     if not reason:
         plain, selective = (MegatronConfig(tp_size=min(tensor_sizes), recompute=mode) for mode in (None, _SELECTIVE))
-        kept = [sum(layer.left for layer in book.costs(layout).layers) for layout in (plain, selective)]
+        kept = [sum(layer.forward_growth for layer in cost_cache.costs(layout).layers) for layout in (plain, selective)]
         reason = f"frees {1 - kept[1] / kept[0]:.1%} of the layers' activations" if kept[1] > _FREED * kept[0] else ""
     if reason and len(bounds.recomputes) > 1:
         others = tuple(mode for mode in bounds.recomputes if mode != _SELECTIVE)
         candidates.bounds = replace(bounds, recomputes=others)
         candidates.leave_out(f"recompute {_SELECTIVE}: {reason}")
     else:
-        book.measure(tensor_sizes, {1}, {_SELECTIVE})
+        cost_cache.measure(tensor_sizes, {1}, {_SELECTIVE})
 
 
 @dataclass(frozen=True)
-class _Quick:
+class _QuickEstimate:
     """A candidate, and the peak bytes of its fullest rank."""
 
     candidate: Candidate
@@ -139,7 +143,9 @@ class _Quick:
         return estimator.estimate(layout, self.candidate.rows, microbatches)
 
 
-def _quick(ranks: RankMemory, candidates: Candidates, meshes: Iterable[MegatronConfig]) -> Iterator[_Quick]:
+def _estimate_quickly(
+    ranks: RankMemory, candidates: Candidates, meshes: Iterable[MegatronConfig]
+) -> Iterator[_QuickEstimate]:
     bounds, memory = candidates.bounds, candidates.job.memory
     stages = candidates.zero_stages()
     for mesh in meshes:
@@ -148,26 +154,27 @@ def _quick(ranks: RankMemory, candidates: Candidates, meshes: Iterable[MegatronC
             fits: set[tuple] = set()
             for recompute in bounds.recomputes:
                 # Larger microbatches need more memory: once one does not fit, skip the larger ones of the schedule.
-                full: set[tuple] = set()
+                too_large: set[tuple] = set()
                 for candidate in candidates.steps(replace(mesh, zero_stage=stage, recompute=recompute)):
                     layout, sizes = candidate.layout, (candidate.rows, candidate.microbatches)
                     schedule = layout.pipeline_schedule, layout.virtual_stages
-                    if schedule in full or (*schedule, candidate.rows) in fits:
+                    if schedule in too_large or (*schedule, candidate.rows) in fits:
                         continue
                     peak = ranks.peak(layout, *sizes)
                     if peak <= memory:
                         fits.add((*schedule, candidate.rows))
                     else:
-                        full.add(schedule)
-                    yield _Quick(candidate, peak)
+                        too_large.add(schedule)
+                    yield _QuickEstimate(candidate, peak)
 
 
-def _different(quick_estimates: Iterable[_Quick], estimator: Estimator) -> list[Estimate]:
-    """Estimates layouts by simulation, and keeps the fastest for each combination of axis sizes."""
+def _fastest_per_mesh(quick_estimates: Iterable[_QuickEstimate], estimator: Estimator) -> list[Estimate]:
+    """Estimates layouts by simulation, and returns the fastest for each combination of axis sizes."""
     best: dict[tuple, Estimate] = {}
-    for one in sorted(
-        (quick.estimated(estimator) for quick in quick_estimates), key=lambda one: (one.seconds, one.peak)
+    for estimate in sorted(
+        (quick.estimated(estimator) for quick in quick_estimates),
+        key=lambda estimate: (estimate.seconds, estimate.peak),
     ):
-        layout = one.layout
-        best.setdefault((layout.tp_size, layout.cp_size, layout.pp_size, layout.ep_size), one)
+        layout = estimate.layout
+        best.setdefault((layout.tp_size, layout.cp_size, layout.pp_size, layout.ep_size), estimate)
     return [*best.values()]

@@ -72,23 +72,23 @@ class KeptUnit:
 
 def _more_bytes(one: UnitFigures, other: UnitFigures, shared: int) -> tuple[int, int, int]:
     """Returns the additional kept and peak bytes of a layer, forward and backward, summed over `shared` ranks."""
-    names = "left", "forward_peak", "backward_peak"
-    left, forward, backward = (shared * (getattr(one, name) - getattr(other, name)) for name in names)
-    return left, forward, backward
+    names = "forward_growth", "forward_peak", "backward_peak"
+    growth, forward, backward = (shared * (getattr(one, name) - getattr(other, name)) for name in names)
+    return growth, forward, backward
 
 
 def _with_bytes(layer: UnitFigures, more: tuple[int, int, int], shared: int) -> UnitFigures:
-    left, forward, backward = (size // shared for size in more)
+    growth, forward, backward = (size // shared for size in more)
     return replace(
         layer,
-        left=layer.left + left,
+        forward_growth=layer.forward_growth + growth,
         forward_peak=layer.forward_peak + forward,
-        backward_left=layer.backward_left - left,
+        backward_growth=layer.backward_growth - growth,
         backward_peak=layer.backward_peak + backward,
     )
 
 
-class UnitBook:
+class UnitCostCache:
     """Costs and parameters of a short model's units, by layout.
 
     Args:

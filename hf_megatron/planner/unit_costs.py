@@ -125,7 +125,7 @@ def _recomputed(layer: UnitFigures, hidden: int) -> UnitFigures:
         # the backward.
         max(hidden, layer.forward_peak // 2),
         -hidden,
-        max(layer.forward_peak, layer.left + layer.backward_peak) + hidden,
+        max(layer.forward_peak, layer.forward_growth + layer.backward_peak) + hidden,
     )
 
 
@@ -134,8 +134,8 @@ def _joined(one: UnitFigures, other: UnitFigures) -> UnitFigures:
     return UnitFigures(
         one.forward + other.forward,
         one.backward + other.backward,
-        one.left + other.left,
-        max(one.forward_peak, one.left + other.forward_peak),
-        one.backward_left + other.backward_left,
-        max(other.backward_peak, other.backward_left + one.backward_peak),
+        one.forward_growth + other.forward_growth,
+        max(one.forward_peak, one.forward_growth + other.forward_peak),
+        one.backward_growth + other.backward_growth,
+        max(other.backward_peak, other.backward_growth + one.backward_peak),
     )

@@ -38,16 +38,17 @@ class UnitFigures:
 
     Attributes:
         forward, backward: its work.
-        left: bytes allocated by its forward and still in use at the end.
+        forward_growth: bytes in use at the end of its forward, relative to the start.
         forward_peak: peak bytes during its forward, relative to the start.
-        backward_peak, backward_left: the same for its backward, which frees the saved activations.
+        backward_growth, backward_peak: the same for its backward; the growth is negative where it frees more saved
+            activations than it allocates.
     """
 
     forward: Work = field(default_factory=Work)
     backward: Work = field(default_factory=Work)
-    left: int = 0
+    forward_growth: int = 0
     forward_peak: int = 0
-    backward_left: int = 0
+    backward_growth: int = 0
     backward_peak: int = 0
 
 
@@ -86,12 +87,12 @@ class UnitTracker(AllocationTracker):
         figures = self.units.setdefault(self._unit, UnitFigures())
         change = self._present - before
         if self._is_backward:
-            # A unit may run in several windows: its peak includes the bytes left by earlier ones.
-            figures.backward_peak = max(figures.backward_peak, figures.backward_left + most - before)
-            figures.backward_left += change
+            # A unit may run in several windows: its peak includes the growth in earlier ones.
+            figures.backward_peak = max(figures.backward_peak, figures.backward_growth + most - before)
+            figures.backward_growth += change
         else:
-            figures.forward_peak = max(figures.forward_peak, figures.left + most - before)
-            figures.left += change
+            figures.forward_peak = max(figures.forward_peak, figures.forward_growth + most - before)
+            figures.forward_growth += change
         self._unit, self._is_backward = unit, is_backward
 
     def _enter_backward(self, unit: str, gradient: Tensor) -> Tensor:
@@ -142,8 +143,8 @@ class UnitTracker(AllocationTracker):
         ranks = self._sizes.get(group, 1)
         size = max((sum(t.nbytes for t in tree_iter(value) if isinstance(t, Tensor)) for value in args), default=0)
         name = func._schema.name.partition("::")[2].strip("_")
-        share = (ranks - 1) / ranks
-        sent = size * (share if any(map(name.__contains__, _WHOLE)) else 2 * share if "allreduce" in name else 1)
+        fraction = (ranks - 1) / ranks
+        sent = size * (fraction if any(map(name.__contains__, _WHOLE)) else 2 * fraction if "allreduce" in name else 1)
         self._work(Work(kernels=1, traffic={group: (1, sent)}))
 
     def _work(self, work: Work) -> None:

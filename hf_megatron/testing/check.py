@@ -32,7 +32,7 @@ from .resolve_model import resolve_config
 from .rng_parity import check_draws
 from .tiny_model import TASKS
 from .token_mixing import full_share, unknown_mixing
-from .tolerances import Judgement
+from .tolerances import ParityComparison
 from .unread_parameters import without_gradient
 
 # The sharded share of the layers' parameters is printed if it is smaller.
@@ -265,7 +265,7 @@ def _modalities(tiny_model: TinyModel | None) -> dict[str, Any]:
     return {"modalities": list(tiny_model.modalities)} if tiny_model.modalities else {}
 
 
-def _parity_row(comparison: Judgement, tiny_model: TinyModel) -> dict[str, Any]:
+def _parity_row(comparison: ParityComparison, tiny_model: TinyModel) -> dict[str, Any]:
     row: dict[str, Any] = {"passed": comparison.passed, "worst": str(comparison.worst)}
     if reasons := without_gradient(tiny_model.config, tiny_model.modalities):
         row["no_gradient"] = sorted(reasons.values())

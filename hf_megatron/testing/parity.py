@@ -31,7 +31,7 @@ from .reference import take_reference
 from .speech_batch import make_speech_batch
 from .tiny_config import full_config, tiny_config
 from .tiny_model import TASKS, draw_parameters, make_batch
-from .tolerances import WELL_CONDITIONED, Error, Judgement, frozen_errors, judge
+from .tolerances import WELL_CONDITIONED, Error, ParityComparison, frozen_errors, judge
 
 # Exceptions that transformers raises for configs of tiny sizes.
 UNBUILDABLE = (
@@ -198,7 +198,7 @@ def _draw(
     torch.manual_seed(seed)
     model = build(tiny, task, class_name).float()
     draw_parameters(model, seed)
-    directory = Path(tempfile.mkdtemp(prefix="hf_megatron_twin_"))
+    directory = Path(tempfile.mkdtemp(prefix="hf_megatron_tiny_"))
     model.save_pretrained(directory)
     if task in ("image", "video", "audio") or (task == "masked" and image_token(model.config) is not None):
         batch_kwargs = {"batch_size": sizes["batch_size"], "videos": task == "video", "audio_clips": task == "audio"}
@@ -269,7 +269,7 @@ def check_tiny_model(
     timeout: float = 120.0,
     prepare: Callable[[Any], None] | None = None,
     device: str = "cpu",
-) -> Judgement:
+) -> ParityComparison:
     """Compares a tiny model on the ranks of a layout with its single-process reference.
 
     Args:
@@ -297,9 +297,9 @@ def check_tiny_model(
     measurements = run_ranks(on_rank, ranks, timeout=timeout, device=device)
     comparison = judge(measurements[0], reference)
     if tiny_model.adapt is not None:
-        comparison = Judgement((*frozen_errors(measurements[0], reference), *comparison.errors))
+        comparison = ParityComparison((*frozen_errors(measurements[0], reference), *comparison.errors))
     for rank, other in enumerate(measurements[1:], 1):
         if (other.loss, other.norm) != (measurements[0].loss, measurements[0].norm):
             disagreement = Error(f"rank {rank} reports a different loss or norm than rank 0", float("inf"))
-            return Judgement((disagreement, *comparison.errors))
+            return ParityComparison((disagreement, *comparison.errors))
     return comparison

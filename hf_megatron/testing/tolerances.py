@@ -46,7 +46,7 @@ class Error:
 
 
 @dataclass(frozen=True)
-class Judgement:
+class ParityComparison:
     """All errors of one case, sorted from worst to best."""
 
     errors: tuple[Error, ...]
@@ -85,7 +85,7 @@ def _tensor_error(a: Tensor, b: Tensor, scale: float) -> float:
     return difference / scale if scale else (0.0 if difference == 0 else float("inf"))
 
 
-def judge(measurement: Measurement, reference: Measurement) -> Judgement:
+def judge(measurement: Measurement, reference: Measurement) -> ParityComparison:
     """Compares a measurement with the single-process reference, allowing for the round-off of the reference."""
     amplified = AMPLIFIED * reference.round_off * (1 if reference.round_off <= WELL_CONDITIONED else 2)
     slack = min(max(amplified, 1.0), _LARGEST_SLACK)
@@ -103,7 +103,7 @@ def judge(measurement: Measurement, reference: Measurement) -> Judgement:
             a = measurement.weights.get(optimizer, {}).get(name)
             value = float("inf") if a is None else _tensor_error(a, b, _largest(b) * WEIGHTS) / uncertain
             errors.append(Error(f"{name} after {optimizer}", value))
-    return Judgement(tuple(sorted(errors, key=lambda error: -error.value)))
+    return ParityComparison(tuple(sorted(errors, key=lambda error: -error.value)))
 
 
 def frozen_errors(measurement: Measurement, reference: Measurement) -> list[Error]:

@@ -8,7 +8,7 @@ from typing import Any
 from safetensors.torch import load_file
 from torch import Tensor
 
-from hf_megatron.testing.tolerances import GRADIENT_FLOOR, LOSS, Error, Judgement
+from hf_megatron.testing.tolerances import GRADIENT_FLOOR, LOSS, Error, ParityComparison
 from tests.fuzz.patterns import get_patterns
 
 # Over three steps with momentum, rounding errors of the first accumulate.
@@ -113,7 +113,7 @@ def compare_runs(
     ranks: Sequence[Mapping[str, Any]],
     one: Mapping[str, Any],
     folders: Mapping[str, Path],
-) -> Judgement:
+) -> ParityComparison:
     """Compares all logged values of every rank and the update of each weight."""
     logged, moved, round_off, floor = _tolerance(case)
     start, rank_weights, expected = (_load_weights(folders[name]) for name in ("start", "ranks", "one"))
@@ -151,7 +151,7 @@ def compare_runs(
     errors += [
         Error(f"{name} is surplus among the saved weights", math.inf) for name in rank_weights.keys() - expected.keys()
     ]
-    return Judgement(tuple(sorted(errors, key=lambda error: -error.value)))
+    return ParityComparison(tuple(sorted(errors, key=lambda error: -error.value)))
 
 
 def _max_abs(tensor: Tensor) -> float:

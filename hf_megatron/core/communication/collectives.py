@@ -26,14 +26,14 @@ from ...compat.torch_distributed import all_gather_flat, all_reduce_, all_to_all
 from ...errors import UnsupportedError
 
 
-def share(size: int, ranks: int) -> int:
-    """Returns the number of entries of a dim that the first rank holds."""
+def padded_shard_size(size: int, ranks: int) -> int:
+    """Returns the number of entries of a dim that the first rank holds, to which shorter shards are padded."""
     return -(-size // ranks)
 
 
 def bounds(size: int, ranks: int, rank: int) -> tuple[int, int]:
     """Returns the `[start, stop)` range of a dim's entries that `rank` holds."""
-    width = share(size, ranks)
+    width = padded_shard_size(size, ranks)
     return min(rank * width, size), min((rank + 1) * width, size)
 
 
@@ -48,7 +48,7 @@ def all_gather(tensor: Tensor, dim: int, size: int, group: dist.ProcessGroup) ->
     """All-gathers the ranks' shards `[..., held, ...]` into `[..., size, ...]` along `dim`; not differentiable."""
     ranks = dist.get_world_size(group)
     # The collective needs equal lengths: pad `held` to `ceil(size / ranks)`; gathered is [ranks, ..., padded, ...].
-    shard = _pad(tensor, dim, share(size, ranks)).contiguous()
+    shard = _pad(tensor, dim, padded_shard_size(size, ranks)).contiguous()
     gathered = all_gather_flat(shard, group).view(ranks, *shard.shape)
     held = [bounds(size, ranks, rank) for rank in range(ranks)]
     # Trim before concatenating, so that the result is contiguous: models reshape it with `view`.
@@ -58,7 +58,7 @@ def all_gather(tensor: Tensor, dim: int, size: int, group: dist.ProcessGroup) ->
 def reduce_scatter(tensor: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
     """Reduce-scatters `[..., size, ...]` into this rank's shard of `dim`; not differentiable."""
     ranks, rank, size = dist.get_world_size(group), dist.get_rank(group), tensor.shape[dim]
-    padded = _pad(tensor, dim, share(size, ranks) * ranks)
+    padded = _pad(tensor, dim, padded_shard_size(size, ranks) * ranks)
     # `parts` stacks the shards along dim 0, [ranks * first dim of a shard, ...]: rank i receives the i-th of them.
     parts = torch.cat(padded.chunk(ranks, dim)) if dim else padded.contiguous()
     if dist.get_backend(group) == "gloo":
@@ -154,9 +154,9 @@ class _ReduceScatter(torch.autograd.Function):
 
 
 def reject_second_derivatives() -> None:
-    """Raises `UnsupportedError` in a backward with `create_graph=True`.
+    """Raises `UnsupportedError` in the backward of a vocab-parallel head's loss with `create_graph=True`.
 
-    Called by functions that save tensors without differentiating through them; `once_differentiable` only checks the
+    Called by losses that save tensors without differentiating through them; `once_differentiable` only checks the
     incoming gradients.
     """
     if torch.is_grad_enabled():

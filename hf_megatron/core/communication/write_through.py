@@ -20,7 +20,7 @@ from .full_tensor import copy_local_shard, gather_full_tensor
 from .proxy_tensor import ProxyDTensor, ProxyTensor
 
 
-class Whole:
+class FullCopy:
     """Full copy of a sharded tensor `[...]`, shared by all views of it.
 
     Args:
@@ -59,7 +59,7 @@ class Whole:
             view = _WrittenBackDTensor(value, like._spec, requires_grad=False)  # type: ignore[attr-defined]
         else:
             view = Tensor._make_subclass(WrittenBack, value)
-        view.unsharded, view.value = self, value
+        view.full_copy, view.value = self, value
         return view
 
 
@@ -72,11 +72,11 @@ class WrittenBack(ProxyTensor):
     """Write-through view `[...]` of a tensor that is sharded over several ranks.
 
     Attributes:
-        unsharded (`Whole`): the full copy that it is a view of.
-        value (`Tensor`): its entries, a view of the copy; only valid after `unsharded.refresh()`.
+        full_copy (`FullCopy`): the full copy that it is a view of.
+        value (`Tensor`): its entries, a view of the copy; only valid after `full_copy.refresh()`.
     """
 
-    unsharded: Whole
+    full_copy: FullCopy
     value: Tensor
 
     @classmethod
@@ -84,10 +84,10 @@ class WrittenBack(ProxyTensor):
         kwargs = kwargs or {}
         # A view of a view shares the full copy; no communication.
         if returns_view(func) and isinstance(args[0], WrittenBack):
-            return args[0].unsharded.views(func(args[0].value, *args[1:], **kwargs))
+            return args[0].full_copy.views(func(args[0].value, *args[1:], **kwargs))
         views = [value for value in tree_leaves((args, kwargs)) if isinstance(value, WrittenBack)]
         # Collective: every rank gathers each source once, whatever the operator does with the views.
-        for full in {id(view.unsharded): view.unsharded for view in views}.values():
+        for full in {id(view.full_copy): view.full_copy for view in views}.values():
             full.refresh()
         edited = writes_to(func, args, kwargs)
         if not any(isinstance(tensor, WrittenBack) for tensor in edited):
@@ -109,11 +109,11 @@ class WrittenBack(ProxyTensor):
         """Writes edited views back one by one: each refreshes its own full copy, which lacks the others' edits."""
         values = [view.value.clone() for view in views] if len(views) > 1 else []
         for view, value in zip(views, values, strict=bool(values)):
-            view.unsharded.refresh()
+            view.full_copy.refresh()
             view.value.copy_(value)
-            view.unsharded.write()
+            view.full_copy.write()
         if not values:
-            views[0].unsharded.write()
+            views[0].full_copy.write()
 
     def entries(self) -> Tensor:
         """Returns the entries `[...]` as an ordinary tensor; edits of it are not written back."""

@@ -20,7 +20,7 @@ from ...core.runtime import RUNTIME
 from ...errors import ConfigError, UnsupportedError
 from .environment import _INTERNAL, _is_launched, config_from_environment, job_world_size
 from .launch_keys import FIELD_PREFIX
-from .plugin import get_latest_layout, get_plugin_config, is_ours, parallelism_config, replicas
+from .plugin import get_latest_layout, get_plugin_config, is_ours, parallelism_config, ranks_of_replica, replicas
 from .process_group import ensure_process_group
 
 
@@ -35,11 +35,11 @@ def init(original: Callable, self: Any, *args: Any, **kwargs: Any) -> None:
     arguments = dict(inspect.signature(original).bind(self, *args, **kwargs).arguments)
     del arguments["self"]
     by_plugin = arguments.get("megatron_lm_plugin") is not None
-    of_models = get_latest_layout()
+    model_layout = get_latest_layout()
     config = get_plugin_config(arguments.get("megatron_lm_plugin"))
     if config is not None:
         del arguments["megatron_lm_plugin"]
-    elif of_models is None:
+    elif model_layout is None:
         variables = (name for name in os.environ if name.startswith(FIELD_PREFIX) and name not in _INTERNAL)
         if _is_launched(os.environ) or any(variables):
             config = config_from_environment()
@@ -50,7 +50,7 @@ def init(original: Callable, self: Any, *args: Any, **kwargs: Any) -> None:
             ensure_process_group(config.timeout, cpu=bool(arguments.get("cpu")))
         if by_plugin:
             self._hf_megatron_plugin = config
-    config = config or of_models
+    config = config or model_layout
     if config is not None and job_world_size() > 1 and arguments.get("parallelism_config") is None:
         for name in ("deepspeed_plugin", "deepspeed_plugins", "fsdp_plugin"):
             if arguments.get(name) is not None:
@@ -58,8 +58,9 @@ def init(original: Callable, self: Any, *args: Any, **kwargs: Any) -> None:
                     f"Accelerator({name}=...) cannot be combined with megatron_config. Remove the plugin."
                 )
         arguments["parallelism_config"] = parallelism_config(config.ranks_per_replica)
-    mine = type(arguments.get("parallelism_config")).__name__ == "MegatronParallelismConfig"
-    original(self, **_with_data(arguments) if mine else arguments)
+    # The Accelerator does not exist yet: check the argument as `is_ours` would.
+    has_layout = type(arguments.get("parallelism_config")).__name__ == "MegatronParallelismConfig"
+    original(self, **_with_data(arguments) if has_layout else arguments)
 
 
 def _with_data(arguments: dict[str, Any]) -> dict[str, Any]:
@@ -70,21 +71,23 @@ def _with_data(arguments: dict[str, Any]) -> dict[str, Any]:
     """
     from accelerate.utils import DataLoaderConfiguration
 
-    layout = arguments["parallelism_config"]
+    parallelism = arguments["parallelism_config"]
+    # Accelerate's tp axis stands for all model-parallel ranks: tp x cp x pp.
+    ranks_per_replica, dp_size = parallelism.tp_size, parallelism.dp_shard_size
     configuration = arguments.get("dataloader_config")
     if configuration is None:
         configuration = DataLoaderConfiguration(use_seedable_sampler=True, data_seed=_broadcast_seed())
-    if layout.tp_size > 1 and layout.dp_shard_size > 1:
+    if ranks_per_replica > 1 and dp_size > 1:
         if configuration.dispatch_batches:
             raise UnsupportedError(
-                f"dispatch_batches=True is not supported with {layout.dp_shard_size} data-parallel ranks and "
-                f"{layout.tp_size} ranks per replica: Accelerate would send the same batch to all of them. Leave it "
+                f"dispatch_batches=True is not supported with {dp_size} data-parallel ranks and "
+                f"{ranks_per_replica} ranks per replica: Accelerate would send the same batch to all of them. Leave it "
                 "unset; each replica then reads its own batches."
             )
         # None means True for an IterableDataset.
         configuration = dataclasses.replace(configuration, dispatch_batches=False)
     arguments = arguments | {"dataloader_config": configuration}
-    if layout.dp_shard_size == 1 and arguments.get("rng_types") is None:
+    if dp_size == 1 and arguments.get("rng_types") is None:
         # A shuffling sampler draws its seed from torch's generator; with one dp rank upstream does not synchronize it.
         arguments["rng_types"] = ["torch", "generator"]
     return arguments
@@ -164,12 +167,12 @@ def _require_fitting(self: Any, model: Any) -> None:
 
 def _shares_batches(accelerator: Any, layout: MegatronConfig) -> bool:
     """Returns whether the Accelerator gives all ranks of an inference-only model's replica the same batch."""
-    return is_ours(accelerator) and accelerator.parallelism_config.tp_size % layout.ranks_per_replica == 0
+    return is_ours(accelerator) and ranks_of_replica(accelerator) % layout.ranks_per_replica == 0
 
 
 def _require_same_layout(accelerator: Any, config: MegatronConfig) -> None:
     """Raises if the Accelerator was set up for another layout than the model's."""
-    ranks = accelerator.parallelism_config.tp_size
+    ranks = ranks_of_replica(accelerator)
     if config.ranks_per_replica != ranks:
         raise ConfigError(
             f"The model was loaded with {config.ranks_per_replica} ranks per replica (tp_size x cp_size x pp_size), "

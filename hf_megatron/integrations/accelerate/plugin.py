@@ -55,7 +55,7 @@ def get_latest_layout() -> MegatronConfig | None:
     return None if state is None else state.config
 
 
-def parallelism_config(ranks_per_batch: int) -> Any:
+def parallelism_config(ranks_per_replica: int) -> Any:
     """Returns this job's `ParallelismConfig`, with model-parallel ranks as tensor parallel and the others as dp shards.
 
     From it Accelerate's data loaders give each dp rank its own batches. The stock class rejects MULTI_CPU, because
@@ -72,9 +72,9 @@ def parallelism_config(ranks_per_batch: int) -> Any:
                 )
 
     # Set every size: omitted ones would be read from PARALLELISM_CONFIG_* variables.
-    shards = max(1, job_world_size() // ranks_per_batch)
+    shards = max(1, job_world_size() // ranks_per_replica)
     return MegatronParallelismConfig(
-        tp_size=ranks_per_batch, dp_shard_size=shards, dp_replicate_size=1, cp_size=1, sp_size=1
+        tp_size=ranks_per_replica, dp_shard_size=shards, dp_replicate_size=1, cp_size=1, sp_size=1
     )
 
 
@@ -85,8 +85,12 @@ def is_ours(accelerator: Any) -> bool:
 
 def replicas(accelerator: Any) -> int:
     """Returns the number of data-parallel replicas of an Accelerator that was set up for a layout of this library."""
-    config = accelerator.parallelism_config
-    return config.total_size // config.tp_size
+    return accelerator.parallelism_config.total_size // ranks_of_replica(accelerator)
+
+
+def ranks_of_replica(accelerator: Any) -> int:
+    """Returns the number of ranks of each replica: Accelerate's tp axis stands for all model-parallel ranks."""
+    return accelerator.parallelism_config.tp_size
 
 
 def get_plugin_config(plugin: Any) -> MegatronConfig | None:

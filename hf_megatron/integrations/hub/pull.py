@@ -201,18 +201,18 @@ class _Pull:
             return
         path.unlink(missing_ok=True)
         self._fetch(name, self.target)
-        if (said := self._difference(path, name, entry)) is not None:
+        if (problem := self._difference(path, name, entry)) is not None:
             # Delete it, so that a later call fetches it again.
             path.unlink()
-            raise CheckpointError(f"{path}: the file received from {self.repo_id} is corrupt: {said}. Pull again.")
+            raise CheckpointError(f"{path}: the file received from {self.repo_id} is corrupt: {problem}. Pull again.")
 
     def _difference(self, path: Path, name: str, entry: FileDigest | None) -> str | None:
         if entry is not None:
             digest = hash_file(path)
-            said = (
+            problem = (
                 f"{digest.size} bytes with blake3 {digest.blake3[:12]} instead of {entry.size} with {entry.blake3[:12]}"
             )
-            return None if digest == entry else said
+            return None if digest == entry else problem
         lfs = self.remote[name].lfs
         size = path.stat().st_size
         if size != self.remote[name].size:

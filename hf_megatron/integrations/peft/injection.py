@@ -96,7 +96,7 @@ def setup_prompt_encoder(original: Callable, self: Any, adapter_name: str) -> No
     from .prompts import PROMPTS, embedded, shard_prompts
 
     require_prompts(self.peft_config[adapter_name], state)
-    _draw_identical(state)
+    _broadcast_rng_state(state)
     encoders = model.get_submodule(PROMPTS) if PROMPTS in model._modules else None
     trained = [] if encoders is None else [p for p in encoders.parameters() if p.requires_grad]
     original(self, adapter_name)
@@ -124,7 +124,7 @@ def get_prompt(original: Callable, self: Any, *args: Any, **kwargs: Any) -> Any:
         return local_prompt(original(self, *args, **kwargs), state)
 
 
-def _draw_identical(state: Any) -> None:
+def _broadcast_rng_state(state: Any) -> None:
     """Broadcasts the first rank's random state to all ranks."""
     from ...core.communication.rng import broadcast_state
 
@@ -145,13 +145,13 @@ def inject_adapter(original: Callable, self: Any, model: Any, adapter_name: str,
     require_supported(self.peft_config[adapter_name], state)
     require_targets(self, model, adapter_name, state)
     require_saved(self.peft_config[adapter_name], model, state)
-    _draw_identical(state)
+    _broadcast_rng_state(state)
     original(self, model, adapter_name, *args, **kwargs)
     shard_adapters(model, state)
 
 
-def forward_hooks(original: Callable, self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Enables per-sample adapters, except under a pipeline, which splits the batch into microbatches."""
+def reject_adapter_names(original: Callable, self: Any, *args: Any, **kwargs: Any) -> Any:
+    """Rejects per-sample adapters (`adapter_names`) with pipeline parallelism, which splits the batch."""
     from ...parallel_state import parallel_state
 
     state = parallel_state(self.model)

@@ -29,14 +29,14 @@ from ...compat.torch_dtensor import (
 )
 from ...compat.torch_memory import share_memory
 from ...core.communication.full_tensor import copy_local_shard, gather_full_tensor, is_split_along, shard_like
-from ...core.communication.write_through import Whole
+from ...core.communication.write_through import FullCopy
 from ...core.mesh import is_layout_mesh
 from ...errors import UnsupportedError
 
 _aten = torch.ops.aten
 
 # Operators with a dim: (position of the dim argument, its default).
-_OF_A_DIM: Mapping[Any, tuple[int, int]] = {
+_ALONG_DIM: Mapping[Any, tuple[int, int]] = {
     _aten.slice.Tensor: (1, 0),
     _aten.select.int: (1, 0),
     _aten.split.Tensor: (2, 0),
@@ -44,10 +44,10 @@ _OF_A_DIM: Mapping[Any, tuple[int, int]] = {
     _aten.unbind.int: (1, 0),
 }
 _RESHAPES = (_aten.view.default, _aten._unsafe_view.default)
-_VIEWS = (*_OF_A_DIM, _aten.diagonal.default, *_RESHAPES)
+_VIEWS = (*_ALONG_DIM, _aten.diagonal.default, *_RESHAPES)
 _FACTORIES = ("arange", "empty", "eye", "full", "linspace", "normal", "ones", "rand", "randint", "randn", "zeros")
-# Operators that do not read the tensor that they write to.
-_FRESH = (
+# Operators that do not read the tensor that they write to, so that it need not be gathered first.
+_OVERWRITING = (
     _aten.normal_.default,
     _aten.uniform_.default,
     _aten.bernoulli_.float,
@@ -70,16 +70,18 @@ _FRESH = (
         if overload.endswith("out")
     ),
 )
-_DRAWN_FROM = (_aten.bernoulli.default, _aten.bernoulli.p, _aten.bernoulli_.Tensor)
+# Operators that draw random numbers with probabilities from their input.
+_RANDOM_FROM_INPUT = (_aten.bernoulli.default, _aten.bernoulli.p, _aten.bernoulli_.Tensor)
 # Backward operators of losses averaged over all entries.
-_OF_MEANS = (
+_MEAN_LOSS_BACKWARDS = (
     _aten.mse_loss_backward.default,
     _aten.smooth_l1_loss_backward.default,
     _aten.huber_loss_backward.default,
     _aten.soft_margin_loss_backward.default,
     _aten.binary_cross_entropy_backward.default,
 )
-_BY_ENTRIES = (
+# Operators that read or edit entries chosen by a mask, an index or a tensor.
+_INDEXED = (
     _aten.masked_fill_.Scalar,
     _aten.masked_fill_.Tensor,
     _aten.index.Tensor,
@@ -93,12 +95,14 @@ _BY_ENTRIES = (
     _aten.scatter_add_.default,
     _aten.masked_scatter_.default,
 )
-# Operators without a DTensor sharding rule.
-_ON_WHOLE = (
+# Operators without a DTensor sharding rule: they run on the full tensor.
+_NEEDS_FULL = (
     *(_aten.renorm.default, _aten.renorm_.default, _aten.histc.default, _aten.histogram.bin_ct),
     *filter(has_no_rule, (_aten.flip.default, _aten.roll.default)),
 )
-_OF_SUMS = (_aten.clamp.default, _aten.clamp_min.default, _aten.clamp_max.default)
+# Operators that are not linear, so that partial sums must be all-reduced first.
+_NEEDS_REDUCED = (_aten.clamp.default, _aten.clamp_min.default, _aten.clamp_max.default)
+# In-place operators that torch rejects for partial sums, or runs on each rank's term.
 _EDITS = (
     *(
         getattr(_aten, f"{name}_").default
@@ -108,6 +112,7 @@ _EDITS = (
     # Every rank's term would become the value.
     _aten.fill_.Scalar,
 )
+# In-place operators on lists of tensors.
 _EDITS_OF_LISTS = tuple(
     getattr(getattr(_aten, name), overload)
     for name in dir(torch)
@@ -115,6 +120,7 @@ _EDITS_OF_LISTS = tuple(
     for overload in getattr(_aten, name).overloads()
     if overload != "out"
 )
+# Operators whose operands all need the placements of the sharded one.
 _POINTWISE = (
     *(getattr(_aten, name).Tensor for name in ("add", "sub", "mul", "div", "add_", "sub_", "mul_", "div_")),
     _aten.addcmul.default,
@@ -132,7 +138,7 @@ def _view(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     tensor = args[0]
     # Views recorded by autograd stay DTensor's: torch raises for in-place edits of views of parameters.
     if tensor.requires_grad and torch.is_grad_enabled():
-        if func in _RESHAPES and _axes_that_cut(tensor) > 1:
+        if func in _RESHAPES and _count_split_axes(tensor) > 1:
             raise UnsupportedError(
                 f"A torch function creates a view of a weight of shape {tuple(tensor.shape)} that is sharded over two "
                 "axes, while autograd records. Call the weight's own flatten(), view() or reshape()."
@@ -141,8 +147,8 @@ def _view(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     # An edit of a view of one rank's terms would not be an edit of the sum, and slices copy the terms.
     if any(placement.is_partial() for placement in tensor.placements):
         all_reduce_partial_(tensor)
-    if func in _OF_A_DIM:
-        place, default = _OF_A_DIM[func]
+    if func in _ALONG_DIM:
+        place, default = _ALONG_DIM[func]
         dim = args[place] if len(args) > place else kwargs.get("dim", default)
         if not is_split_along(tensor, dim % tensor.dim()):
             return _stock(func, args, kwargs)
@@ -151,17 +157,17 @@ def _view(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         if share_memory(local_tensor(result), local_tensor(tensor)):
             return result
     # Edits of a local result would not reach the tensor: return views of a full copy that write back to the shards.
-    full = Whole(tensor)
+    full = FullCopy(tensor)
     return full.views(func(full.tensor, *args[1:], **kwargs))
 
 
-def _axes_that_cut(tensor: DTensor) -> int:
+def _count_split_axes(tensor: DTensor) -> int:
     return sum(not placement.is_replicate() for placement in tensor.placements)
 
 
 def _can_be_viewed(tensor: DTensor) -> bool:
     # No placement describes the order of entries after joining dims that two axes split.
-    if _axes_that_cut(tensor) > 1:
+    if _count_split_axes(tensor) > 1:
         return False
     ranks: dict[int, int] = {}
     for axis, placement in enumerate(tensor.placements):
@@ -175,11 +181,11 @@ def _can_be_viewed(tensor: DTensor) -> bool:
 
 
 def _draw(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-    read = _empty if func in _FRESH else gather_full_tensor
+    read = _empty if func in _OVERWRITING else gather_full_tensor
     return _on_full(func, args, kwargs, read)
 
 
-def _by_entries(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+def _index(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     tensors = [value for value in tree_leaves((args, kwargs)) if isinstance(value, Tensor)]
     plain = any(tensor.dim() > 0 and not isinstance(tensor, DTensor) for tensor in tensors)
     recorded = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
@@ -201,14 +207,14 @@ def _read(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     return func(gather_full_tensor(args[0]).reshape(()))
 
 
-def _added_up(tensor: DTensor) -> DTensor:
+def _all_reduced(tensor: DTensor) -> DTensor:
     # Partial placements become replicated, by an all-reduce.
     placements = [Replicate() if placement.is_partial() else placement for placement in tensor.placements]
     return tensor if placements == list(tensor.placements) else tensor.redistribute(placements=placements)
 
 
 def _run_on_reduced(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-    return _stock(func, (_added_up(args[0]), *args[1:]), kwargs)
+    return _stock(func, (_all_reduced(args[0]), *args[1:]), kwargs)
 
 
 def _edit(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
@@ -225,7 +231,7 @@ def _edit_list(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     return result
 
 
-def _transpose(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+def _reject_transpose(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     raise UnsupportedError(
         f"{func} is not supported on a sharded tensor of shape {tuple(args[0].shape)} (`nn.init.orthogonal_` uses it "
         "for wide weights). Initialize a full tensor, `full = nn.init.orthogonal_(torch.empty(weight.shape))`, and "
@@ -266,13 +272,18 @@ def _placed_like(tensor: Tensor, like: DTensor, recorded: bool) -> Tensor:
             return tensor
         if tensor.device_mesh == like.device_mesh:
             is_replicated = all(placement.is_replicate() for placement in tensor.placements)
-            if is_replicated and _axes_that_cut(like) > 1 and _is_split(like) and _spreads_to(tensor.shape, like.shape):
+            if (
+                is_replicated
+                and _count_split_axes(like) > 1
+                and _is_split(like)
+                and _is_broadcastable(tensor.shape, like.shape)
+            ):
                 return dtensor_from_local(shard_like(local_tensor(tensor).expand(like.shape), like), like)
             # Otherwise torch would turn all entries of the result into partial sums instead of reducing this operand.
-            return _added_up(tensor) if _is_split(like) else tensor
+            return _all_reduced(tensor) if _is_split(like) else tensor
         unsharded = tensor.redistribute(placements=[Replicate()] * tensor.device_mesh.ndim)
         return _full_on(like.device_mesh, local_tensor(unsharded))
-    if tensor.dim() == 0 or (recorded and tensor.requires_grad) or not _spreads_to(tensor.shape, like.shape):
+    if tensor.dim() == 0 or (recorded and tensor.requires_grad) or not _is_broadcastable(tensor.shape, like.shape):
         return tensor
     if any(placement.is_partial() for placement in like.placements):
         return _full_on(like.device_mesh, tensor)
@@ -287,7 +298,7 @@ def _is_split(tensor: DTensor) -> bool:
     return any(split_dim(placement) >= 0 for placement in tensor.placements if not placement.is_replicate())
 
 
-def _spreads_to(shape: torch.Size, target: torch.Size) -> bool:
+def _is_broadcastable(shape: torch.Size, target: torch.Size) -> bool:
     pairs = zip(reversed(shape), reversed(target), strict=False)
     return len(shape) <= len(target) and all(size in (1, other) for size, other in pairs)
 
@@ -302,14 +313,14 @@ def _on_full(func: Any, args: tuple, kwargs: dict[str, Any], read: Callable[[Any
     plain_args, plain_kwargs = tree_map_only(DTensor, lambda tensor: full_tensors[id(tensor)], (args, kwargs))
     result = func(*plain_args, **plain_kwargs)
     if not edited:
-        return tree_map_only(Tensor, partial(_spread, like=tensors[0]), result)
+        return tree_map_only(Tensor, partial(_shard_result, like=tensors[0]), result)
     for tensor in edited:
         if isinstance(tensor, DTensor):
             copy_local_shard(full_tensors[id(tensor)], tensor)
     return edited[0]
 
 
-def _spread(result: Tensor, like: DTensor) -> DTensor:
+def _shard_result(result: Tensor, like: DTensor) -> DTensor:
     if result.shape == like.shape:
         return dtensor_from_local(shard_like(result, like), like)
     return _full_on(like.device_mesh, result)
@@ -338,21 +349,21 @@ def _for_own(handler: Callable[..., Any], func: Any, args: tuple, kwargs: dict[s
     return (handler if _is_own(first) else _stock)(func, args, kwargs)
 
 
-class SplitOperators:
-    """Overrides of DTensor operators, until `remove()`."""
+class ShardedTensorOps:
+    """Overrides of DTensor operators for sharded tensors of this library, until `remove()`."""
 
     def __init__(self) -> None:
         self._operators = {
             **dict.fromkeys(_VIEWS, partial(_for_own, _view)),
-            **dict.fromkeys((*_FRESH, *_DRAWN_FROM), partial(_for_own, _draw)),
-            **dict.fromkeys(_BY_ENTRIES, partial(_for_own, _by_entries)),
-            **dict.fromkeys(_ON_WHOLE, partial(_for_own, partial(_on_full, read=gather_full_tensor))),
-            **dict.fromkeys(_OF_MEANS, partial(_for_own, _run_mean_loss_backward)),
-            **dict.fromkeys(_OF_SUMS, partial(_for_own, _run_on_reduced)),
+            **dict.fromkeys((*_OVERWRITING, *_RANDOM_FROM_INPUT), partial(_for_own, _draw)),
+            **dict.fromkeys(_INDEXED, partial(_for_own, _index)),
+            **dict.fromkeys(_NEEDS_FULL, partial(_for_own, partial(_on_full, read=gather_full_tensor))),
+            **dict.fromkeys(_MEAN_LOSS_BACKWARDS, partial(_for_own, _run_mean_loss_backward)),
+            **dict.fromkeys(_NEEDS_REDUCED, partial(_for_own, _run_on_reduced)),
             **dict.fromkeys(_EDITS, partial(_for_own, _edit)),
             **dict.fromkeys(_EDITS_OF_LISTS, partial(_for_own, _edit_list)),
             _aten._local_scalar_dense.default: partial(_for_own, _read),
-            _aten.t_.default: partial(_for_own, _transpose),
+            _aten.t_.default: partial(_for_own, _reject_transpose),
             **dict.fromkeys(_POINTWISE, partial(_for_own, _pointwise)),
         }
         dtensor_handlers().update(self._operators)
@@ -362,6 +373,6 @@ class SplitOperators:
             dtensor_handlers().pop(operator, None)
 
 
-def handle_split_operators() -> SplitOperators:
+def override_sharded_tensor_ops() -> ShardedTensorOps:
     """Installs the overrides and returns their removal handle."""
-    return SplitOperators()
+    return ShardedTensorOps()

@@ -229,8 +229,8 @@ def _reported(checkpoint: Any) -> tuple[int, int | None]:
     if path is None or not path.is_file():
         return 0, None
     state = TrainerState.load_from_json(str(path))
-    said: Any = state.stateful_callbacks
-    callback_state = said.get(SamplesCallback.__name__) or {}
+    callback_states: Any = state.stateful_callbacks
+    callback_state = callback_states.get(SamplesCallback.__name__) or {}
     return state.global_step, callback_state.get("attributes", {}).get("consumed")
 
 

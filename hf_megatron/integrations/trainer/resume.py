@@ -88,14 +88,14 @@ def _has_optimizer(path: Path) -> bool:
 
 def _missing_state_message(path: Path) -> str:
     older = next(iter(committed(path.parent)), None)
-    said = f"{path} was written by plain Trainer, whose optimizer state a parallelized model cannot load. "
-    said += "Resume it in a single process"
+    reason = f"{path} was written by plain Trainer, whose optimizer state a parallelized model cannot load. "
+    reason += "Resume it in a single process"
     if older is None:
         weights = f"from_pretrained({str(path)!r}, megatron_config=...)"
         if (path / "adapter_config.json").is_file():
             weights = f"PeftModel.from_pretrained(model, {str(path)!r}, is_trainable=True)"
-        return f"{said}, or start from its weights: {weights}."
+        return f"{reason}, or start from its weights: {weights}."
     return (
-        f"{said}, or pass resume_from_checkpoint={str(older)!r}, the newest checkpoint that this run can resume; "
+        f"{reason}, or pass resume_from_checkpoint={str(older)!r}, the newest checkpoint that this run can resume; "
         "training after it is lost."
     )

@@ -104,8 +104,8 @@ class SamplesCallback(ToolCallback, ExportableState):
         """Returns the state saved in a checkpoint."""
         # Save the position before filtering, so that later changes of the filter do not move it.
         place = self.consumed if self._order is None else self._order.dataset.get_full_index(self.consumed)
-        said = {"consumed": place, "order_key": self.order_key, "accumulation": self.accumulation}
-        return {"args": {}, "attributes": said}
+        attributes = {"consumed": place, "order_key": self.order_key, "accumulation": self.accumulation}
+        return {"args": {}, "attributes": attributes}
 
     def on_train_begin(
         self, args: Any, state: TrainerState, control: TrainerControl, train_dataloader: Any = None, **kwargs: Any
@@ -113,20 +113,20 @@ class SamplesCallback(ToolCallback, ExportableState):
         # Trainer may have created another callback of this class from the checkpoint.
         self._order = order = get_order(train_dataloader)
         callbacks: Any = state.stateful_callbacks
-        said, goes_on = callbacks.get(type(self).__name__), bool(state.global_step and not args.ignore_data_skip)
+        saved_state, goes_on = callbacks.get(type(self).__name__), bool(state.global_step and not args.ignore_data_skip)
         # The checkpoint may lack a slot for this callback; create it, because Trainer reads it on save.
         callbacks.setdefault(type(self).__name__, {})
         if order is None:
             if goes_on:
-                _require_same_steps(said, self.order_key)
+                _require_same_steps(saved_state, self.order_key)
             return
         self.order_key = order.dataset.order_key
         self.consumed = order.dataset.sample_at(order.dataset.seen)
         self.accumulation = args.gradient_accumulation_steps
         self.is_loss_unknown = order.dataset.ramp_up is not None
         if goes_on:
-            self._go_on(said, order.dataset)
-            before = said["attributes"].get("accumulation", self.accumulation)
+            self._go_on(saved_state, order.dataset)
+            before = saved_state["attributes"].get("accumulation", self.accumulation)
             self.is_loss_unknown |= before != self.accumulation
         self._require_schedule(kwargs.get("lr_scheduler"), state.global_step, goes_on=goes_on)
         if isinstance(order, OwnOrder):
@@ -171,13 +171,13 @@ class SamplesCallback(ToolCallback, ExportableState):
                 "so far, so its learning rates would be wrong."
             )
 
-    def _go_on(self, said: Any, dataset: OrderedDataset | SampleStream) -> None:
-        if not isinstance(said, Mapping):
+    def _go_on(self, saved_state: Any, dataset: OrderedDataset | SampleStream) -> None:
+        if not isinstance(saved_state, Mapping):
             raise DataError(
                 "The checkpoint does not record the consumed samples: its run used other data. Pass "
                 "ignore_data_skip=True to start with the first sample."
             )
-        attributes = said["attributes"]
+        attributes = saved_state["attributes"]
         if changed := _changes(attributes["order_key"], self.order_key):
             raise DataError(
                 "The data differs from the checkpoint's samples or their order: " + "; ".join(changed) + ". Pass "
@@ -227,9 +227,9 @@ class SamplesCallback(ToolCallback, ExportableState):
         return self._order.sizes.batch_size(self.consumed) * most // self._order.batch
 
 
-def _require_same_steps(said: Any, now: Mapping[str, Any]) -> None:
+def _require_same_steps(saved_state: Any, now: Mapping[str, Any]) -> None:
     """Checks that the samples per step of a stream match the checkpoint, because upstream skips by steps."""
-    before = said.get("attributes", {}).get("order_key", {}) if isinstance(said, Mapping) else {}
+    before = saved_state.get("attributes", {}).get("order_key", {}) if isinstance(saved_state, Mapping) else {}
     if now.get("kind") == before.get("kind") == PLAIN and now["batch"] != before["batch"]:
         raise DataError(
             f"A step has {now['batch']} samples of the stream, but had {before['batch']} in the checkpoint, so the "

@@ -25,9 +25,9 @@ from .termination import TerminationCallback
 
 
 def has_mixed_dtensor(original: Callable, tensors: Iterable[Tensor]) -> bool:
-    """Returns whether parameters lie on several meshes, ignoring meshes of this library.
+    """Returns `False` for parameters of a parallelized model, else upstream's answer.
 
-    Optimizers step on local shards of its parameters, so the DTensor meshes never reach them.
+    Optimizers step on the local shards of a parallelized model, so they never see its DTensor meshes.
     """
     local_params = [parameter for parameter in tensors if not is_off_stage(parameter)]
     is_parallelized = any(isinstance(one, DTensor) and is_layout_mesh(one.device_mesh) for one in local_params)
@@ -35,7 +35,10 @@ def has_mixed_dtensor(original: Callable, tensors: Iterable[Tensor]) -> bool:
 
 
 def init(original: Callable, self: Any, model: Any = None, args: Any = None, *rest: Any, **kwargs: Any) -> None:
-    """Rejects, before anything is built, arguments that would train differently from a single process."""
+    """Checks the arguments, adapts them to a parallelized model, and builds the trainer.
+
+    Arguments that would train differently from a single process are rejected before anything is built.
+    """
     state = None if model is None else parallel_state(model)
     if state is None and RUNTIME.models:
         state = state_around(model, type(self).__name__)

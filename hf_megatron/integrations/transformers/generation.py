@@ -52,7 +52,7 @@ def generate(original: Callable, self: Any, *args: Any, **kwargs: Any) -> Any:
 def call_encoder(
     original: Callable, self: Any, inputs_tensor: Any, model_kwargs: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    """Calls the encoder, which upstream does outside the model's forward, with the weights that ZeRO-3 shards gathered.
+    """Runs the encoder with its ZeRO-3 weights all-gathered; upstream calls it outside of the model's forward.
 
     With pipeline parallelism the modality encoders are on the first stage: images go through the model's forward
     together with the prompt, so nothing is called here.

@@ -45,7 +45,7 @@ from ..accelerate.process_group import ensure_process_group
 from ..hub.hooks import check_part
 from .checkpoint_formats import opened
 from .quantization import finish_quantization, plan_quantization, quantize_arrived, requested
-from .weight_conversion import own_part, read_full, stop_reading
+from .weight_conversion import expose_full_tensors, own_part, stop_exposing_full_tensors
 
 # Arguments of from_pretrained that cannot be combined with megatron_config, and why.
 _EXCLUSIVE = {
@@ -260,7 +260,7 @@ def maybe_distribute_model(original: Callable, cls: Any, model: Any, distributed
     # Ranks of a dry run have no device, whatever this machine has.
     on_cpu = not torch.cuda.is_available() or dist.get_backend() in ("gloo", "fake")
     place(model, state, "cpu" if on_cpu else "cuda")
-    read_full(model, state)
+    expose_full_tensors(model, state)
     return model
 
 
@@ -319,7 +319,7 @@ def _finish(model: Any, quantizer: Any = None) -> None:
     """Makes the loaded model compute in parallel, and sets attributes that stock training code reads."""
     state = parallel_state(model)
     assert state is not None
-    stop_reading(state)
+    stop_exposing_full_tensors(state)
     finish_quantization(model, quantizer, state)
     _enable_memory_savings(model, state)
     install(model)

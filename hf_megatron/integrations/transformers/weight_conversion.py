@@ -17,8 +17,11 @@ from ...core.communication.full_tensor import shard_like
 from ...parallel_state import ParallelState, RearrangedWeights
 
 
-def read_full(model: Any, state: ParallelState) -> None:
-    """Registers a hook with which the loader reads rearranged split parameters in full, until `stop_reading`."""
+def expose_full_tensors(model: Any, state: ParallelState) -> None:
+    """Registers a state-dict hook that shows the loader rearranged split parameters as full meta tensors.
+
+    `stop_exposing_full_tensors` removes it.
+    """
     patterns = rearranged_targets(model)
     split = [name for name, sharding in state.shardings.items() if sharding.placement.on(state.axes).is_split]
     names = frozenset(name for name in split if any(re.search(pattern, name) for pattern in patterns))
@@ -26,8 +29,8 @@ def read_full(model: Any, state: ParallelState) -> None:
     state.rearranged = RearrangedWeights(names, hook)
 
 
-def stop_reading(state: ParallelState) -> None:
-    """Removes the hook of `read_full` once the weights are loaded."""
+def stop_exposing_full_tensors(state: ParallelState) -> None:
+    """Removes the hook of `expose_full_tensors` once the weights are loaded."""
     if state.rearranged.hook is not None:
         state.rearranged.hook.remove()
     state.rearranged = RearrangedWeights()

@@ -34,7 +34,7 @@ from ..torch.ddp_check import reject_other_trl_trainers
 from ..trainer.padded_batches import evaluated
 from .checks import reject_arguments, reject_batch_wide_losses, reject_in_memory_datasets
 from .generation_sizes import require_replica_batches, settle_generation_sizes
-from .online import load_reward_models, online_trainer_reason
+from .online import load_reward_models, reject_online_options
 from .preference_pairs import ROWS_OF_REPLICAS
 
 _ONLINE = ("GRPOTrainer", "RLOOTrainer", "DistillationTrainer")
@@ -47,12 +47,12 @@ class _Building:
     Attributes:
         layout: layout of the policy.
         loads_policy: whether the next model that the trainer loads is the policy, and not an inference-only model.
-        asks: key of the inference-only model in `MegatronConfig.frozen_models`.
+        frozen_model_key: key of the inference-only model in `MegatronConfig.frozen_models`.
     """
 
     layout: MegatronConfig
     loads_policy: bool
-    asks: str
+    frozen_model_key: str
 
 
 _BUILDING: ContextVar[_Building | None] = ContextVar("trainer that is being built", default=None)
@@ -80,12 +80,12 @@ def init(original: Callable, self: Any, model: Any = None, *args: Any, **kwargs:
     kinds = {cls.__name__ for cls in type(self).__mro__}
     if not kinds.isdisjoint(_ONLINE):
         bound = inspect.signature(original).bind_partial(self, model, *args, **kwargs)
-        online_trainer_reason(self, training_args, bound.arguments, layout.ranks_per_replica, dp_size)
+        reject_online_options(self, training_args, bound.arguments, layout.ranks_per_replica, dp_size)
         if "reward_funcs" in bound.arguments:
             bound.arguments["reward_funcs"] = load_reward_models(bound.arguments["reward_funcs"], training_args, layout)
         args, kwargs = bound.args[2:], bound.kwargs
-    asks = "teacher" if "DistillationTrainer" in kinds else "reference"
-    token = _BUILDING.set(_Building(layout, isinstance(model, str), asks))
+    frozen_model_key = "teacher" if "DistillationTrainer" in kinds else "reference"
+    token = _BUILDING.set(_Building(layout, isinstance(model, str), frozen_model_key))
     try:
         original(self, model, *args, **kwargs)
     finally:
@@ -124,7 +124,7 @@ def create_model_from_path(original: Callable, model_id: str, *args: Any, **kwar
         if is_policy and RUNTIME.launch is None:
             kwargs["megatron_config"] = layout
         elif not is_policy and (RUNTIME.launch is None or layout.frozen_models):
-            kwargs["megatron_config"] = layout.get_frozen_config(building.asks)
+            kwargs["megatron_config"] = layout.get_frozen_config(building.frozen_model_key)
     return original(model_id, *args, **kwargs)
 
 
@@ -232,8 +232,10 @@ def _with_scores(
                     "another loss."
                 )
             # Inputs hold the samples of all replicas; the model call only takes this rank's.
-            targets = rows.own(targets)
-            kwargs |= {name: rows.own(value) for name, value in kwargs.items() if isinstance(value, torch.Tensor)}
+            targets = rows.local_rows(targets)
+            kwargs |= {
+                name: rows.local_rows(value) for name, value in kwargs.items() if isinstance(value, torch.Tensor)
+            }
         values, aux_loss = compute_scores(
             self, lambda read: read(original_forward(*args, **kwargs)), targets, field_names, sampling
         )

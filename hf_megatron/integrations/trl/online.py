@@ -278,7 +278,7 @@ def predict_over_replicas(original: Callable, self: Any, *args: Any, **kwargs: A
     return loss, *rest
 
 
-def online_trainer_reason(
+def reject_online_options(
     trainer: Any, args: Any, arguments: dict[str, Any], ranks_per_replica: int, dp_size: int
 ) -> None:
     """Raises `UnsupportedError` for options that would be called, or averaged, separately on each rank."""

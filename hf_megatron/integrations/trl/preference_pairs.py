@@ -30,7 +30,7 @@ class ReplicaBatches:
         rows = gather_from_ranks(tensor, 0, self.ranks * len(tensor), self.group, sum_gradient=True)
         return rows.unflatten(0, (self.ranks, 2, -1)).transpose(0, 1).flatten(0, 2)
 
-    def own(self, rows: Tensor) -> Tensor:
+    def local_rows(self, rows: Tensor) -> Tensor:
         """Returns this rank's `[2 x pairs, ...]` slice of a gathered tensor."""
         return rows.unflatten(0, (2, self.ranks, -1))[:, self.rank].flatten(0, 1)
 
@@ -39,7 +39,7 @@ class ReplicaBatches:
 
         def call(**kwargs: Any) -> Any:
             local_kwargs = {
-                name: self.own(value) if isinstance(value, Tensor) else value for name, value in kwargs.items()
+                name: self.local_rows(value) if isinstance(value, Tensor) else value for name, value in kwargs.items()
             }
             return SimpleNamespace(log_probs=self.joined(model(**local_kwargs).log_probs))
 

@@ -25,7 +25,7 @@ from hf_megatron.integrations.trainer.callbacks.throughput import ThroughputCall
 from hf_megatron.planner.devices import device
 from hf_megatron.planner.job import Job
 from hf_megatron.planner.truncated_model import shorten
-from hf_megatron.planner.unit_cost_cache import UnitBook
+from hf_megatron.planner.unit_cost_cache import UnitCostCache
 
 SIZES = {"num_attention_heads": 8, "num_key_value_heads": 2, "vocab_size": 1024, "hidden_size": 256}
 LLAMA = LlamaConfig(**SIZES, intermediate_size=512, num_hidden_layers=4, tie_word_embeddings=True)
@@ -56,10 +56,10 @@ CONFIGS = {
 @pytest.mark.parametrize("name", CONFIGS)
 def test_flops_match_torch_counter(name):
     length = 512
-    book = UnitBook(shorten(CONFIGS[name]), Job(1, device("h100"), length, 1))
-    book.measure({1}, {1}, {None})
-    costs = book.costs(MegatronConfig())
-    units = [costs.before, *(costs.layers[number] for number in book.short.layers), costs.after]
+    cost_cache = UnitCostCache(shorten(CONFIGS[name]), Job(1, device("h100"), length, 1))
+    cost_cache.measure({1}, {1}, {None})
+    costs = cost_cache.costs(MegatronConfig())
+    units = [costs.before, *(costs.layers[number] for number in cost_cache.short.layers), costs.after]
     forward, backward = (
         sum(sum(work.matmuls.values()) + work.attention for work in works)
         for works in ([unit.forward for unit in units], [unit.backward for unit in units])

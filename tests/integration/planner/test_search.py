@@ -42,7 +42,7 @@ from hf_megatron.planner.search import search_layouts
 from hf_megatron.planner.time_model import seconds
 from hf_megatron.planner.training import Training
 from hf_megatron.planner.truncated_model import shorten
-from hf_megatron.planner.unit_cost_cache import UnitBook
+from hf_megatron.planner.unit_cost_cache import UnitCostCache
 from hf_megatron.planner.unit_costs import measure_units
 
 LENGTH, DP = 512, 4
@@ -154,9 +154,11 @@ def test_memory_estimate_is_close_to_dry_run(config, sizes, limit):
     """Rounding errors are largest on models this small."""
     microbatches = 8 if "pp_size" in sizes else 1
     layout = MegatronConfig(dp_size=DP, num_microbatches=8 if "pp_size" in sizes else None, **sizes)
-    book = UnitBook(shorten(config), Job(DP * layout.ranks_per_replica, device("h100"), LENGTH, DP * microbatches))
-    book.measure({layout.tp_size}, {1}, {layout.recompute})
-    estimates = Estimator(book).memory.categories(layout, 1, microbatches)
+    cost_cache = UnitCostCache(
+        shorten(config), Job(DP * layout.ranks_per_replica, device("h100"), LENGTH, DP * microbatches)
+    )
+    cost_cache.measure({layout.tp_size}, {1}, {layout.recompute})
+    estimates = Estimator(cost_cache).memory.categories(layout, 1, microbatches)
     predicted = predict_ranks(config, layout, DP * layout.ranks_per_replica, sequence_length=LENGTH)
     for rank, expected in zip(estimates, predicted, strict=True):
         assert sum(rank.values()) == pytest.approx(expected.peak.size, rel=limit)
@@ -179,9 +181,9 @@ def test_memory_estimate_for_other_architectures(config, sizes):
     )
     short = shorten(config)
     assert len(short.names) < len(short.layers)
-    book = UnitBook(short, Job(4, device("h100"), LENGTH, 2 * microbatches, target_length=target))
-    book.measure({layout.tp_size}, {1}, {None})
-    estimates = Estimator(book).memory.categories(layout, 1, microbatches)
+    cost_cache = UnitCostCache(short, Job(4, device("h100"), LENGTH, 2 * microbatches, target_length=target))
+    cost_cache.measure({layout.tp_size}, {1}, {None})
+    estimates = Estimator(cost_cache).memory.categories(layout, 1, microbatches)
     predicted = predict_ranks(config, layout, 4, sequence_length=LENGTH, target_length=target)
     for rank, expected in zip(estimates, predicted, strict=True):
         assert sum(rank.values()) == pytest.approx(expected.peak.size, rel=0.06)
@@ -199,16 +201,16 @@ TRAINED = {
 def test_trainable_parameters_determine_memory(training, sizes):
     layout = MegatronConfig(dp_size=DP, **sizes)
     ranks = DP * layout.ranks_per_replica
-    book = UnitBook(shorten(LLAMA, training), Job(ranks, device("h100"), LENGTH, DP, training=training))
-    book.measure({layout.tp_size}, {1}, {None})
-    [estimate] = Estimator(book).memory.categories(layout, 1, 1)
+    cost_cache = UnitCostCache(shorten(LLAMA, training), Job(ranks, device("h100"), LENGTH, DP, training=training))
+    cost_cache.measure({layout.tp_size}, {1}, {None})
+    [estimate] = Estimator(cost_cache).memory.categories(layout, 1, 1)
 
     def on_rank(world):
         return step_figures(world, LLAMA, layout, StepSizes(1, LENGTH), adapt=training.adapt)
 
     [figures] = run_fake_ranks(on_rank, [0], ranks)
     names = ("weights", "main weights", "moments")
-    buffers = sum(buffer.nbytes for buffer in book.short.model.buffers())
+    buffers = sum(buffer.nbytes for buffer in cost_cache.short.model.buffers())
     expected = Counter(figures.kept)
     expected["weights"] -= buffers
     assert {name: estimate[name] for name in names} == {name: expected[name] for name in names}
@@ -217,11 +219,11 @@ def test_trainable_parameters_determine_memory(training, sizes):
 
 def test_frozen_first_layers_have_no_backward():
     training = TRAINED["frozen"]
-    book = UnitBook(shorten(LLAMA, training), Job(8, device("h100"), LENGTH, 8, training=training))
-    assert len({*book.short.layers}) == 3
-    book.measure({1}, {1}, {None})
-    frozen, _, first, trained = (book.costs(MegatronConfig(dp_size=8)).layers[layer] for layer in (0, 1, 3, 4))
-    assert frozen.backward.flops == 0 and frozen.left < trained.left / 4
+    cost_cache = UnitCostCache(shorten(LLAMA, training), Job(8, device("h100"), LENGTH, 8, training=training))
+    assert len({*cost_cache.short.layers}) == 3
+    cost_cache.measure({1}, {1}, {None})
+    frozen, _, first, trained = (cost_cache.costs(MegatronConfig(dp_size=8)).layers[layer] for layer in (0, 1, 3, 4))
+    assert frozen.backward.flops == 0 and frozen.forward_growth < trained.forward_growth / 4
     # Its norm is trainable, which needs all gradients except the one of its input.
     assert 0 < first.backward.flops == trained.backward.flops and first.backward.moved < trained.backward.moved
 
@@ -237,11 +239,11 @@ def test_quantized_sizes_match_bitsandbytes():
     peaks = {}
     for name in (None, "nf4"):
         coded = replace(job, training=Training(8, quantized=name))
-        book = UnitBook(shorten(LLAMA, coded.training), coded)
-        book.measure({1}, {1}, {None})
-        estimate = Estimator(book).estimate(MegatronConfig(dp_size=8), 1, 1)
+        cost_cache = UnitCostCache(shorten(LLAMA, coded.training), coded)
+        cost_cache.measure({1}, {1}, {None})
+        estimate = Estimator(cost_cache).estimate(MegatronConfig(dp_size=8), 1, 1)
         peaks[name] = estimate.memory[0]["weights"], estimate.compute
-    linears = sum(p.numel() for name, p in book.short.model.named_parameters() if "_proj" in name) // 2 * 8
+    linears = sum(p.numel() for name, p in cost_cache.short.model.named_parameters() if "_proj" in name) // 2 * 8
     assert peaks[None][0] - peaks["nf4"][0] == linears * 2 - linears // 2 - linears // 16
     assert peaks["nf4"][1] > peaks[None][1]
 
@@ -249,14 +251,14 @@ def test_quantized_sizes_match_bitsandbytes():
 def test_packing_and_offloading_change_costs():
     # A model this small is bound by kernel launches.
     job = Job(8, replace(device("h100"), launch_us=1e-6), LENGTH, 8)
-    book = UnitBook(shorten(LLAMA), job)
-    book.measure({1}, {1}, {None})
-    packed = UnitBook(book.short, replace(job, document_length=LENGTH / 4))
-    packed._costs = book._costs
+    cost_cache = UnitCostCache(shorten(LLAMA), job)
+    cost_cache.measure({1}, {1}, {None})
+    packed = UnitCostCache(cost_cache.short, replace(job, document_length=LENGTH / 4))
+    packed._costs = cost_cache._costs
     layout = MegatronConfig(dp_size=8)
-    unpacked, short = (Estimator(one).estimate(layout, 1, 1) for one in (book, packed))
+    unpacked, short = (Estimator(one).estimate(layout, 1, 1) for one in (cost_cache, packed))
     assert short.compute < unpacked.compute and short.memory == unpacked.memory
-    offloaded = Estimator(book).estimate(replace(layout, offload_optimizer=True), 1, 1)
+    offloaded = Estimator(cost_cache).estimate(replace(layout, offload_optimizer=True), 1, 1)
     assert not {"main weights", "moments"} & offloaded.memory[0].keys()
     assert offloaded.seconds > unpacked.seconds
     with pytest.raises(ConfigError, match="document_length = 1000: expected 1 to 512"):
@@ -305,7 +307,7 @@ def test_recomputed_layer_cost_matches_measurement():
     plain, measured = measure_units(short, layouts, StepSizes(1, LENGTH))
     hidden = LENGTH * LLAMA.hidden_size * 2 // 2
     predicted, expected = plain.recomputed(hidden).layers[0], measured.layers[0]
-    assert predicted.left == expected.left == hidden
+    assert predicted.forward_growth == expected.forward_growth == hidden
     assert predicted.forward == expected.forward
     # torch stops recomputation after the last tensor needed by backward and skips the rest of the layer.
     assert 1.0 <= predicted.backward.flops / expected.backward.flops < 1.1
@@ -386,9 +388,9 @@ def test_fixed_sizes_and_infeasible_searches():
 
 
 def test_more_work_takes_longer():
-    book = UnitBook(shorten(LLAMA), Job(8, device("h100"), LENGTH, 64))
-    book.measure({1, 2}, {1, 2}, {None})
-    estimator = Estimator(book)
+    cost_cache = UnitCostCache(shorten(LLAMA), Job(8, device("h100"), LENGTH, 64))
+    cost_cache.measure({1, 2}, {1, 2}, {None})
+    estimator = Estimator(cost_cache)
     one = estimator.estimate(MegatronConfig(dp_size=8), 1, 8)
     assert estimator.estimate(MegatronConfig(dp_size=8), 1, 16).seconds > 1.5 * one.seconds
     assert estimator.estimate(MegatronConfig(dp_size=8, recompute="full"), 1, 8).compute > 1.2 * one.compute
@@ -396,9 +398,9 @@ def test_more_work_takes_longer():
     assert split.exposed["tp"] > 0 and split.traffic["tp"] > 0
     shared = estimator.estimate(MegatronConfig(dp_size=4, cp_size=2), 1, 16)
     assert shared.traffic["cp"] > 0
-    costs = book.costs(MegatronConfig(dp_size=8))
+    costs = cost_cache.costs(MegatronConfig(dp_size=8))
     forward, backward = costs.layers[0].forward, costs.layers[0].backward
-    arguments = device("h100"), book.job.efficiency, "bf16", {}
+    arguments = device("h100"), cost_cache.job.efficiency, "bf16", {}
     times = [seconds(replace(work, traffic={}), *arguments) for work in (forward, backward)]
     assert times[1].compute > 1.5 * times[0].compute
 
@@ -458,9 +460,9 @@ def test_non_power_of_two_sizes_are_searched():
 def test_dispatched_tokens_are_counted_in_memory(sizes, recompute):
     layout = MegatronConfig(dp_size=DP, sequence_parallel="tp_size" in sizes, recompute=recompute, **sizes)
     ranks = DP * layout.ranks_per_replica
-    book = UnitBook(shorten(EXPERTS), Job(ranks, device("h100"), LENGTH, DP))
-    book.measure({layout.tp_size}, {1}, {recompute}, dispatches=True)
-    [estimate] = Estimator(book).memory.categories(layout, 1, 1)
+    cost_cache = UnitCostCache(shorten(EXPERTS), Job(ranks, device("h100"), LENGTH, DP))
+    cost_cache.measure({layout.tp_size}, {1}, {recompute}, dispatches=True)
+    [estimate] = Estimator(cost_cache).memory.categories(layout, 1, 1)
     [predicted] = predict_ranks(EXPERTS, layout, ranks, sequence_length=LENGTH)
     assert sum(estimate.values()) == pytest.approx(predicted.peak.size, rel=0.05 if recompute is None else 0.09)
 

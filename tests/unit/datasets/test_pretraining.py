@@ -358,7 +358,7 @@ def test_order_settings_change_the_cache_folder(tmp_path, change):
     dataset, plain = PretrainingDataset(prefix, **other, cache=cache), PretrainingDataset(prefix, **other)
     assert len([path for path in cache.iterdir() if path.is_dir()]) == 2
     assert dataset.order_key == plain.order_key != first.order_key
-    for name in ("documents", "starts", "shuffle"):
+    for name in ("document_index", "sample_index", "shuffle_index"):
         assert np.array_equal(getattr(dataset.order, name), getattr(plain.order, name))
 
 

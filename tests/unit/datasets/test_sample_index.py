@@ -74,11 +74,11 @@ def test_golden_vectors(lengths, name, block, monkeypatch):
     (split, split_index, length, seed, samples, options), expected = VECTORS[name]
     documents = list_split_documents(parse_split(split)[split_index], 1000)
     order = sample_order(lengths, documents, length, samples, seed, **options)
-    digests = map(_digest, (order.documents, order.starts, order.shuffle))
+    digests = map(_digest, (order.document_index, order.sample_index, order.shuffle_index))
     assert (len(order), order.epochs, *digests) == expected
     if name == "train":
-        assert order.documents[:4].tolist() == [40, 394, 219, 677]
-        assert order.shuffle[:4].tolist() == [6106, 8951, 6137, 645]
+        assert order.document_index[:4].tolist() == [40, 394, 219, 677]
+        assert order.shuffle_index[:4].tolist() == [6106, 8951, 6137, 645]
 
 
 def test_golden_blends():
@@ -105,7 +105,7 @@ def test_golden_blends():
 def _list_plain_tokens(lengths, found):
     """Returns the token indices of the documents in reading order, concatenated."""
     first = np.concatenate([[0], np.cumsum(lengths)])
-    return np.concatenate([np.arange(first[one], first[one + 1]) for one in found.documents])
+    return np.concatenate([np.arange(first[one], first[one + 1]) for one in found.document_index])
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -129,9 +129,9 @@ def test_pieces_match_the_token_stream(seed):
             stop = int(lengths[document]) if count < 0 else start + count
             assert 0 <= start <= stop <= lengths[document]
             chunks.append(np.arange(first[document] + start, first[document] + stop))
-        offset = int(order.shuffle[index]) * length
+        offset = int(order.shuffle_index[index]) * length
         assert np.array_equal(np.concatenate(chunks), stream[offset : offset + length + int(extra)])
-    assert sorted(order.shuffle.tolist()) == list(range(len(order)))
+    assert sorted(order.shuffle_index.tolist()) == list(range(len(order)))
     if samples is not None:
         assert len(order) >= samples
 

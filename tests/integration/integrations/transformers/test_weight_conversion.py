@@ -87,5 +87,5 @@ def test_saved_files_match_single_process(files, tmp_path, name, text):
 
 
 def test_sharding_before_conversion_is_detected(files, tmp_path, monkeypatch):
-    monkeypatch.setattr("hf_megatron.integrations.transformers.loading.read_full", lambda model, state: None)
+    monkeypatch.setattr("hf_megatron.integrations.transformers.loading.expose_full_tensors", lambda model, state: None)
     assert not matches_single_process_save(files["hrm_text"], tmp_path, "tp2")

@@ -14,10 +14,10 @@ from hf_megatron.conversion.families.multimodal import packed_qkv
 from hf_megatron.conversion.megatron.names import spellings
 from hf_megatron.conversion.megatron.rules import (
     Chain,
+    Deinterleave,
     Divided,
     GroupedQKV,
-    Interleaved,
-    InterleavedRows,
+    InterleaveHeadRows,
     Joined,
     PaddedVocabulary,
     Reshaped,
@@ -205,8 +205,8 @@ def test_queries_are_grouped_with_their_key_and_value():
 
 def test_interleaved_rows():
     values = torch.arange(6.0)
-    assert Interleaved(dim=0).to_megatron([values])[0].tolist() == [0, 2, 4, 1, 3, 5]
-    interleaved = InterleavedRows(heads=2, start=1, size=4).to_megatron([torch.arange(12.0)])[0]
+    assert Deinterleave(dim=0).to_megatron([values])[0].tolist() == [0, 2, 4, 1, 3, 5]
+    interleaved = InterleaveHeadRows(heads=2, start=1, size=4).to_megatron([torch.arange(12.0)])[0]
     assert interleaved.tolist() == [0, 1, 3, 2, 4, 5, 6, 7, 9, 8, 10, 11]
 
 
