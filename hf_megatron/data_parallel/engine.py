@@ -153,6 +153,8 @@ class DataParallel(Shared):
     def _begin_forward(self, parameters: list[nn.Parameter], args: tuple, kwargs: dict[str, Any]) -> Any:
         """Prepares for a forward that records gradients; returns its arguments if they change."""
         self._modules.reject_backward_hooks(self.mesh)
+        if self.parameters.uncompared:
+            self.parameters.require_equal_on_ranks()
         if self.reducer is not None:
             self.reducer.begin_forward(self.parameters.reduced(parameters))
             self._reject_trained_base(parameters)

@@ -7,8 +7,11 @@ import torch
 from torch import Tensor, nn
 
 from ..compat.shared import Shared
+from ..core.communication.rank_errors import gather
+from ..core.io.checksums import hash_tensor
 from ..core.off_stage import is_off_stage
 from ..core.placement import ParameterSharding
+from ..errors import ConfigError
 from ..parallel_state import ParallelState
 from .grad_sync_groups import GradSyncGroup
 
@@ -24,6 +27,7 @@ class ModelParameters(Shared):
     Attributes:
         marked: this rank's parameters when `mark` was last called.
         sync_groups: axis along which gradients are averaged -> its ranks.
+        uncompared: name -> parameter that was added after loading and has not been compared with the other ranks'.
     """
 
     def __init__(self, model: nn.Module, state: ParallelState, sync_groups: dict[str, GradSyncGroup] | None = None):
@@ -34,6 +38,8 @@ class ModelParameters(Shared):
             sync_groups = {axis: GradSyncGroup.along(axis, state.mesh) for axis in axes}
         self.sync_groups = sync_groups
         self.marked: list[nn.Parameter] = []
+        self.uncompared: dict[str, nn.Parameter] = {}
+        self._added: dict[str, nn.Parameter] = {}
         self._identities: set[int] = set()
         self._shardings: dict[int, ParameterSharding] = {}
         # The `_parameters` of all modules that have some: reading them finds replaced parameters without a walk.
@@ -68,6 +74,25 @@ class ModelParameters(Shared):
             setattr(parameter, MARK, engine)
         self._shardings = {identity: shardings[name] for identity, name in names.items() if name in shardings}
         self.marked, self._identities = parameters, {id(parameter) for parameter in parameters}
+        # With tensor parallelism, `ParameterCheck` rejects added parameters.
+        candidates = parameters if self.state.axes.size("tp") == 1 else []
+        added = {names[id(p)]: p for p in candidates if id(p) in names and id(p) not in self._shardings}
+        if added.keys() != self._added.keys() or any(added[name] is not self._added[name] for name in added):
+            self._added = self.uncompared = added
+
+    def require_equal_on_ranks(self) -> None:
+        """Raises `ConfigError` if the ranks drew different values for the parameters added after loading; collective."""
+        hashes = {name: hash_tensor(parameter.detach()) for name, parameter in self.uncompared.items()}
+        # "stage": the ranks of one pipeline stage, which train copies of these parameters.
+        group = self.state.mesh.host_group("stage")
+        others = gather(hashes, group, "Comparing the parameters added after loading")
+        for name in sorted({name for other in others for name in other}):
+            if any(other.get(name) != others[0].get(name) for other in others):
+                raise ConfigError(
+                    f"{name} was added after loading, and its values differ between ranks. Call torch.manual_seed with "
+                    "the same seed on every rank before you create it."
+                )
+        self.uncompared = {}
 
     @property
     def trained(self) -> list[nn.Parameter]:

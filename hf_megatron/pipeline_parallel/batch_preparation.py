@@ -88,7 +88,7 @@ class BatchPreparation(Shared):
         self.checks.require_one_stage_each(arguments, fills_cache=unsharded)
         self.checks.reject_skipped_layers()
         self.cut.require_order(self.model)
-        if for_backward:
+        if for_backward or torch.is_grad_enabled():
             self.cut.reject_added(self.model, self.state.shardings)
         samples, num_items = batch_size(arguments), arguments.pop("num_items_in_batch", None)
         packed = self._find_packed_row(arguments) if for_backward else None

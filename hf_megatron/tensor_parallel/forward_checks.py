@@ -3,6 +3,7 @@
 from collections.abc import Callable, Container, Mapping
 from typing import Any
 
+import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -13,7 +14,7 @@ from ..errors import PlanError, UnsupportedError
 
 
 class ParameterCheck:
-    """Checks that every parameter is sharded and loaded: after loading, and in training whenever parameters changed.
+    """Checks that every parameter is sharded and loaded: after loading, and whenever parameters changed.
 
     Args:
         expected_names: names of the parameters that have a sharding.
@@ -30,7 +31,8 @@ class ParameterCheck:
 
     def _enter(self, model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         # Walking the model in every forward would be slow; the engine makes another list when parameters changed.
-        if model.training and (parameters := self.current()) is not self._checked:
+        # A model is in evaluation mode after loading, and a loop that forgets `train()` trains it all the same.
+        if (model.training or torch.is_grad_enabled()) and (parameters := self.current()) is not self._checked:
             self.check(model)
             self._checked = parameters
 

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from transformers import AutoModelForCausalLM
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
@@ -186,6 +187,51 @@ def test_removed_layers(tiny, change, text):
 
     for value in run_ranks(lambda: loss(parse_layout(text)), 2):
         assert value == pytest.approx(loss(), rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("text", "match"),
+    [("tp2", "was added after the model was parallelized"), ("pp2", "was added to a pipelined model")],
+)
+def test_added_modules_are_rejected_in_evaluation_mode(tiny, text, match):
+    """`from_pretrained` returns a model in evaluation mode, and a loss on logits has no labels."""
+
+    def on_rank():
+        model = AutoModelForCausalLM.from_pretrained(tiny, megatron_config=parse_layout(text))
+        add_value_head(model)
+        with pytest.raises(MegatronError, match=match):
+            model(input_ids=make_batch(0)["input_ids"])
+        with torch.no_grad():
+            assert torch.isfinite(model(input_ids=make_batch(0)["input_ids"]).logits).all()
+
+    run_ranks(on_rank, 2)
+
+
+@pytest.mark.parametrize("text", ["dp2+zero0", "dp2", "cp2"])
+def test_added_modules_need_equal_values_on_all_ranks(tiny, text):
+    """Ranks that draw other values would train different models."""
+
+    def train(config=None):
+        model = AutoModelForCausalLM.from_pretrained(tiny, megatron_config=config).train()
+        rank = dist.get_rank() if config is not None else 0
+        # The same seed on every rank is the cure.
+        for seed in (rank, 3) if config is not None else (3,):
+            torch.manual_seed(seed)
+            model.value_head = nn.Linear(model.config.vocab_size, 1)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            if config is not None:
+                prepare_optimizer(optimizer)
+            if config is not None and seed == rank:
+                with pytest.raises(MegatronError, match="value_head.bias was added .* Call torch.manual_seed with the"):
+                    model(**shard_batch(model, make_batch(0)))
+        logits = model(input_ids=make_batch(0)["input_ids"]).logits
+        model.value_head(logits).pow(2).mean().backward()
+        norm = float(nn.utils.clip_grad_norm_(model.parameters(), 0.5))
+        optimizer.step()
+        return norm, model.value_head.weight.sum().item()
+
+    expected = pytest.approx(train(), rel=1e-4)
+    assert run_ranks(lambda: train(parse_layout(text)), 2) == [expected] * 2
 
 
 @pytest.mark.parametrize("change", [add_value_head, add_adapters, add_adapters_owning_weights])
