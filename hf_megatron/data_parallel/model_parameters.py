@@ -81,7 +81,7 @@ class ModelParameters(Shared):
             self._added = self.uncompared = added
 
     def require_equal_on_ranks(self) -> None:
-        """Raises `ConfigError` if the ranks drew different values for the parameters added after loading; collective."""
+        """Raises `ConfigError` if ranks have different values of parameters added after loading; collective."""
         hashes = {name: hash_tensor(parameter.detach()) for name, parameter in self.uncompared.items()}
         # "stage": the ranks of one pipeline stage, which train copies of these parameters.
         group = self.state.mesh.host_group("stage")
