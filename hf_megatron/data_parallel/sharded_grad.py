@@ -86,6 +86,23 @@ class ShardedGrad(ProxyTensor):
         """Returns the full gradient, in its parameter's shape and dtype; collective over the ranks that share it."""
         return self.owner.unsharded(self.key)
 
+    @property
+    def data(self) -> Tensor:
+        """This gradient, which autograd never records."""
+        return self
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        # torch would assign memory that nothing reads. After `gradient.data += 1` Python assigns the gradient itself.
+        if value is self:
+            return
+        if value.shape != self.shape:
+            raise UnsupportedError(
+                f"`.grad.data = ...` with shape {tuple(value.shape)}, but the gradient has shape {tuple(self.shape)}. "
+                "Assign a tensor of its shape."
+            )
+        self.copy_(value)
+
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:  # type: ignore[override]
         first, kwargs = args[0], kwargs or {}

@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[2]
 RECORD = ROOT / "tests" / "data" / "cures.json"
 FOLDERS = ("hf_megatron", "conversion", "model_cards")
 _VERBS = (
-    "Add|Call|Check|Choose|Convert|Create|Disable|Drop|Edit|Enable|Exclude|Freeze|Give|Increase|Install|Join|Keep|Leave|Load|"
+    "Add|Assign|Call|Check|Choose|Convert|Create|Disable|Drop|Edit|Enable|Exclude|Freeze|Give|Increase|Install|Join|Keep|Leave|Load|"
     "Lower|Make|Mark|Merge|Move|Name|Pass|Pull|Put|Raise|Read|Register|Remove|Rename|Replace|Resume|Run|Save|Send|Set|"
     "Split|Start|Train|Use|Wrap|Write"
 )

@@ -7,6 +7,21 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from ...compat.torch_dtensor import local_tensor, register_dtensor_subclass
+from ...errors import UnsupportedError
+
+
+def protect(array: Any) -> Any:
+    """Returns a numpy array of any shape that raises when it is written to: it is a copy, so the edit would be lost."""
+    array.flags.writeable = False
+    return array
+
+
+def no_shared_memory(tensor: Tensor) -> UnsupportedError:
+    """Returns the error for a library that would share the memory of a sharded tensor."""
+    return UnsupportedError(
+        f"DLPack of a sharded tensor of shape {tuple(tensor.shape)}: its entries lie on several ranks. Call "
+        "full_tensor() first, or clone() where it has none, and copy edits back with copy_()."
+    )
 
 
 class ProxyTensor(Tensor):
@@ -15,7 +30,10 @@ class ProxyTensor(Tensor):
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     def numpy(self, *args: Any, **kwargs: Any) -> Any:
-        return local_tensor(self.clone()).numpy(*args, **kwargs)
+        return protect(local_tensor(self.clone()).numpy(*args, **kwargs))
+
+    def __dlpack__(self, *args: Any, **kwargs: Any) -> Any:
+        raise no_shared_memory(self)
 
     def tolist(self) -> Any:
         return local_tensor(self.clone()).tolist()

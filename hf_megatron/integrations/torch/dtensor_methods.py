@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_map_only
 from ...compat.torch_dtensor import dtensor_from_local, local_tensor, restore_state, split_dim
 from ...compat.torch_fsdp import take_memory
 from ...core.communication.full_tensor import gather_full_tensor, shard_like
+from ...core.communication.proxy_tensor import no_shared_memory, protect
 from ...core.mesh import is_layout_mesh
 from ...errors import CheckpointError, UnsupportedError
 
@@ -89,7 +90,14 @@ def _tolist(self: Any) -> Any:
 def _numpy(self: Any, *, force: bool = False) -> Any:
     if not _is_own(self) or (self.requires_grad and not force):
         return Tensor.numpy(self, force=force)
-    return gather_full_tensor(self).numpy(force=force)
+    return protect(gather_full_tensor(self).numpy(force=force))
+
+
+def _dlpack(self: Any, *args: Any, **kwargs: Any) -> Any:
+    # The wrapper has no memory: another library would read beyond it.
+    if _is_own(self):
+        raise no_shared_memory(self)
+    return Tensor.__dlpack__(self, *args, **kwargs)
 
 
 class _Whole(torch.autograd.Function):
@@ -185,6 +193,7 @@ class TensorMethods:
             "__format__": _format,
             "tolist": _tolist,
             "numpy": _numpy,
+            "__dlpack__": _dlpack,
             "__reduce_ex__": _reduce,
             "__setstate__": _set_state,
         }

@@ -113,6 +113,8 @@ _EDITS = (
     _aten.fill_.Scalar,
 )
 # In-place operators on lists of tensors.
+# DTensor compares the dim with the sharded one without resolving a negative dim.
+_CUMULATIVE = (_aten.cumsum.default, _aten.cumprod.default, _aten.logcumsumexp.default)
 _EDITS_OF_LISTS = tuple(
     getattr(getattr(_aten, name), overload)
     for name in dir(torch)
@@ -215,6 +217,11 @@ def _all_reduced(tensor: DTensor) -> DTensor:
 
 def _run_on_reduced(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     return _stock(func, (_all_reduced(args[0]), *args[1:]), kwargs)
+
+
+def _cumulate(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+    tensor, dim = args[:2]
+    return _stock(func, (tensor, dim % max(tensor.dim(), 1), *args[2:]), kwargs)
 
 
 def _edit(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
@@ -361,6 +368,7 @@ class ShardedTensorOps:
             **dict.fromkeys(_MEAN_LOSS_BACKWARDS, partial(_for_own, _run_mean_loss_backward)),
             **dict.fromkeys(_NEEDS_REDUCED, partial(_for_own, _run_on_reduced)),
             **dict.fromkeys(_EDITS, partial(_for_own, _edit)),
+            **dict.fromkeys(_CUMULATIVE, partial(_for_own, _cumulate)),
             **dict.fromkeys(_EDITS_OF_LISTS, partial(_for_own, _edit_list)),
             _aten._local_scalar_dense.default: partial(_for_own, _read),
             _aten.t_.default: partial(_for_own, _reject_transpose),

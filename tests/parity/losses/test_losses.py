@@ -489,13 +489,21 @@ def test_changed_loss_type_after_loading_raises(folder, text):
         for change in changes:
             original = dict(LOSS_MAPPING), model.loss_type
             change()
-            with pytest.raises(UnsupportedError, match="selects another loss function than when LlamaForCausalLM was"):
+            with pytest.raises(
+                UnsupportedError, match="Assign model.loss_function, or change transformers' LOSS_MAPPING"
+            ):
                 model(**batch)
             LOSS_MAPPING.update(original[0])
             model.loss_type = original[1]
         assert model(**batch).loss.item() == before
+        model.loss_function = LOSS_MAPPING["ForMaskedLM"]
+        return _measure_gradient_norm(model, model(**batch).loss)
 
-    _run_on_ranks(2, "Llama", "causal", folder, text, run)
+    cls, path, batches, _ = _get_saved_model("Llama", "causal", folder)
+    model = cls.from_pretrained(path).train()
+    model.loss_function = LOSS_MAPPING["ForMaskedLM"]
+    expected = pytest.approx(_measure_gradient_norm(model, model(**batches[0]).loss), rel=1e-5)
+    assert _run_on_ranks(2, "Llama", "causal", folder, text, run) == [expected] * 2
 
 
 def test_contrastive_loss_raises(tmp_path):
