@@ -480,6 +480,9 @@ def test_custom_loss_function_on_vocab_parallel_logits(folder):
 
 @pytest.mark.parametrize("text", ["tp2", "dp2", "pp2"])
 def test_changed_loss_type_after_loading_raises(folder, text):
+    # Pipelines count loss terms when they split the batch, before the loss function shifts the labels or not.
+    assigned = LOSS_MAPPING["ForCausalLM" if text == "pp2" else "ForMaskedLM"]
+
     def run(model, batch):
         before = model.train()(**batch).loss.item()
         changes = (
@@ -496,12 +499,12 @@ def test_changed_loss_type_after_loading_raises(folder, text):
             LOSS_MAPPING.update(original[0])
             model.loss_type = original[1]
         assert model(**batch).loss.item() == before
-        model.loss_function = LOSS_MAPPING["ForMaskedLM"]
+        model.loss_function = assigned
         return _measure_gradient_norm(model, model(**batch).loss)
 
     cls, path, batches, _ = _get_saved_model("Llama", "causal", folder)
     model = cls.from_pretrained(path).train()
-    model.loss_function = LOSS_MAPPING["ForMaskedLM"]
+    model.loss_function = assigned
     expected = pytest.approx(_measure_gradient_norm(model, model(**batches[0]).loss), rel=1e-5)
     assert _run_on_ranks(2, "Llama", "causal", folder, text, run) == [expected] * 2
 
