@@ -302,8 +302,10 @@ def test_parameter_without_sharding_raises_before_first_step(stories):
     def check():
         model = load(stories, TP2)
         model.extra = torch.nn.Linear(2, 2)
-        model.eval()(**make_batch())
-        with pytest.raises(PlanError, match="extra.weight"):
-            model.train()(**make_batch())
+        with torch.no_grad():
+            model.eval()(**make_batch())
+        for mode in (True, False):
+            with pytest.raises(PlanError, match="extra.weight"):
+                model.train(mode)(**make_batch())
 
     run_ranks(check, 2)
