@@ -6,6 +6,7 @@ bucket concatenates several parameters along the columns of a buffer `[S, sum of
 that rank r owns of each.
 """
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -17,6 +18,8 @@ from ..core.communication.collectives import bounds
 from .grad_sync_groups import GradSyncGroup
 
 
+# Cached: several calls per parameter and step, always with the same sizes.
+@functools.lru_cache(maxsize=4096)
 def owned_range(entries: int, ranks: int, rank: int) -> tuple[int, int]:
     """Returns the `[start, stop)` of the flattened local parameter that `rank` owns; the last ranks may own nothing."""
     return bounds(entries, ranks, rank)
