@@ -15,7 +15,7 @@ def fuzz(
     resume: Annotated[
         Path | None, typer.Option(help="A log in JSON lines, appended to; the cases in it are not run again.")
     ] = None,
-    only: Annotated[str, typer.Option(help="Model types and habits to draw, such as `llama,soft prompt`.")] = "",
+    only: Annotated[str, typer.Option(help="Model types and loop patterns to draw, such as `llama,soft prompt`.")] = "",
     layouts: Annotated[str, typer.Option(help="Layouts to draw, such as `tp2,dp2+zero3`.")] = "",
     scripts: Annotated[Path | None, typer.Option(help="A folder for the scripts; else they are printed.")] = None,
     shrink: Annotated[bool, typer.Option(help="Make failing cases simpler, and write a script of each.")] = True,

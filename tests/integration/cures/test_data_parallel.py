@@ -185,34 +185,33 @@ class OwnSGD(torch.optim.SGD):
     """An optimizer class that the library does not know."""
 
 
-@cure_pattern("dp2", "tp2", "dp2+zero3")
-def declare_elementwise(loop):
+def train_with_unknown_optimizer(loop, cure):
+    """Prepares an optimizer that raises, and declares it elementwise, as the error says."""
     optimizer = OwnSGD(loop.model.parameters(), lr=0.05)
     if is_parallel(loop):
-        with expect_error(
-            "or hf_megatron.prepare_optimizer(optimizer, elementwise=True) if it updates each entry from that entry "
-            "only."
-        ):
+        with expect_error(cure):
             prepare_optimizer(optimizer)
         prepare_optimizer(optimizer, elementwise=True)
     loop.optimizer = optimizer
     loop.step(0)
     loop.step(1)
+
+
+@cure_pattern("dp2", "tp2", "dp2+zero3")
+def declare_elementwise(loop):
+    train_with_unknown_optimizer(
+        loop,
+        "or hf_megatron.prepare_optimizer(optimizer, elementwise=True) if it updates each entry from that entry only.",
+    )
 
 
 @cure_pattern("pp2")
 def declare_elementwise_on_stages(loop):
-    optimizer = OwnSGD(loop.model.parameters(), lr=0.05)
-    if is_parallel(loop):
-        with expect_error(
-            "Use pp_size=1, or hf_megatron.prepare_optimizer(optimizer, elementwise=True) if it steps on each "
-            "parameter separately."
-        ):
-            prepare_optimizer(optimizer)
-        prepare_optimizer(optimizer, elementwise=True)
-    loop.optimizer = optimizer
-    loop.step(0)
-    loop.step(1)
+    train_with_unknown_optimizer(
+        loop,
+        "Use pp_size=1, or hf_megatron.prepare_optimizer(optimizer, elementwise=True) if it steps on each parameter "
+        "separately.",
+    )
 
 
 @cure_pattern("dp2+zero3")
