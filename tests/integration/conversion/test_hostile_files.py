@@ -112,7 +112,7 @@ CONFIGS: dict[str, tuple[dict, str]] = {
     ),
     "a window": (
         {"sliding_window": "\x1b[31m"},
-        "config.json of model type llama: sliding_window is the text \\x1b[31m: expected a number",
+        "config.json of model type llama: sliding_window is the string \\x1b[31m: expected a number",
     ),
     "attribute": ({"use_return_dict": "\x1b[31m" * 3000}, "config.json"),
 }
