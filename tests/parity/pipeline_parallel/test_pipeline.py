@@ -340,7 +340,7 @@ def test_unsupported_calls_raise():
         ({"virtual_stages": 2}, "virtual_stages = 2"),
         ({"pipeline_schedule": "interleaved_1f1b", "num_microbatches": 5}, "num_microbatches = 5"),
         ({"pipeline_schedule": "dualpipev", "num_microbatches": 3}, "num_microbatches = 3"),
-        ({"pipeline_partition": [1, 1]}, "pipeline_partition = .1, 1.: expected 2 numbers"),
+        ({"pipeline_partition": [1, 1]}, "pipeline_partition = .1, 1.: expected 2 positive integers"),
         ({"pp_size": 2, "pipeline_schedule": "interleaved_1f1b", "virtual_stages": 4}, "one for each of the model's 5"),
     ],
 )
