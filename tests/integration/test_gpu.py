@@ -144,8 +144,8 @@ def test_checkpoints_resume_on_another_layout(stories, tmp_path, saved, loaded):
     plain = options | {"save_strategy": "no"}
     [(expected, weights, _)] = run_ranks(test_resume.train, 1, stories, tmp_path / "one", None, **plain)
     first, second = test_resume.LAYOUTS[saved], test_resume.LAYOUTS[loaded]
-    run_ranks(test_resume.train, test_resume.ranks_of(first), stories, tmp_path, first, stop=4, **options)
-    ranks = test_resume.ranks_of(second)
+    run_ranks(test_resume.train, test_resume.count_ranks(first), stories, tmp_path, first, stop=4, **options)
+    ranks = test_resume.count_ranks(second)
     result = run_ranks(test_resume.train, ranks, stories, tmp_path, second, resume=True, **options)[0]
     for entry, other in zip(result[0][-2:], expected[-2:], strict=True):
         assert entry == pytest.approx(other, rel=1e-4)

@@ -2,6 +2,7 @@
 
 import functools
 import warnings
+from dataclasses import replace
 
 import pytest
 import torch
@@ -644,9 +645,8 @@ def test_token_scores_from_full_logits():
     torch.testing.assert_close(gradient, torch.autograd.grad((picked * weights + expected_entropy).sum(), logits)[0])
 
 
-def run_fused_forward(tiny_model, config, chunk):
+def run_fused_forward(tiny_model, config):
     """Returns all fields of TRL's fused forward with router loss, and the gradients of loss and entropy."""
-    vocab_log_probs._TOKENS_PER_CHUNK = chunk
     model = tiny_model.load(megatron_config=config).train()
     if ASKS_FOR_SCORES:
         trl.trainer.sft_trainer.add_fused_lm_head(model, outputs=vocab_log_probs.FIELDS)
@@ -663,8 +663,10 @@ def run_fused_forward(tiny_model, config, chunk):
 @pytest.mark.parametrize("text", ["tp2", "pp2+mb1"])
 def test_fused_head_fields_match_trl(text):
     source = tiny_model("qwen3_moe")
-    [(expected, reference)] = run_ranks(run_fused_forward, 1, source, None, 1024)
-    for fields, measurement in run_ranks(run_fused_forward, count_ranks(layout(text)), source, layout(text), 7):
+    [(expected, reference)] = run_ranks(run_fused_forward, 1, source, None)
+    # The tokens do not divide by the chunk size.
+    config = replace(layout(text), loss_chunk_size=7)
+    for fields, measurement in run_ranks(run_fused_forward, count_ranks(config), source, config):
         assert list(fields) == list(expected)
         for name, value in expected.items():
             torch.testing.assert_close(fields[name], value, rtol=1e-5, atol=1e-5)
