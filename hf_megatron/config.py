@@ -37,6 +37,7 @@ CHOICES: Mapping[str, tuple[str | None, ...]] = {
     "recompute": (None, "full", "selective"),
     "router_aux_loss_scope": ("batch", "sequence", "microbatch", "global"),
     "cp_comm_type": (None, "p2p", "a2a", "all_gather", "a2a+p2p"),
+    "unverified": ("check", "raise", "allow"),
 }
 
 
@@ -49,6 +50,8 @@ _EARLIER_NAMES = {
     "replay_routing": "router_replay",
     "main_weights_in_fp32": "fp32_main_params",
 }
+# Earlier fields without a successor, which files may contain.
+_REMOVED_NAMES = ("allow_unverified",)
 
 
 def _is_integer(value: Any) -> bool:
@@ -79,7 +82,7 @@ _FIELD_CHECKS: tuple[tuple[tuple[str, ...], Callable[[Any], bool], str], ...] = 
     (("zero_stage",), lambda value: _is_integer(value) and value in (0, 1, 2, 3), "0, 1, 2 or 3"),
     (
         (
-            *("sequence_parallel", "strict_loading", "allow_unverified", "fp32_main_params", "async_save"),
+            *("sequence_parallel", "strict_loading", "fp32_main_params", "async_save"),
             *("offload_optimizer", "offload_activations", "verify_checksums", "router_replay"),
         ),
         lambda value: isinstance(value, bool),
@@ -185,8 +188,9 @@ class MegatronConfig:
             `{"reference": {"zero_stage": 3}}`.
         strict_loading (`bool`, defaults to `True`): missing, surplus or mis-shaped weights raise. With `False` missing
             weights are initialized as in training from scratch, for example a new classification head.
-        allow_unverified (`bool`, defaults to `False`): run a model type and layout without a recorded parity result,
-            provided that the parity check of its tiny model passes on this machine.
+        unverified (`str`, defaults to `"check"`): what happens to a model and layout without a recorded parity result.
+            `"check"` compares a tiny model with a single process first and raises if they differ; `"raise"` raises;
+            `"allow"` loads it with a warning.
         seed (`int`, defaults to 0): seed of weights that are initialized rather than loaded; the same seed gives the
             same global weights on every layout.
         timeout (`float`, defaults to 1800): seconds a collective may take before the job is aborted.
@@ -228,7 +232,7 @@ class MegatronConfig:
     router_replay: bool = False
     frozen_models: Mapping[str, Mapping[str, Any]] | None = field(default=None, hash=False)
     strict_loading: bool = True
-    allow_unverified: bool = False
+    unverified: str = "check"
     seed: int = 0
     timeout: float = 1800.0
 
@@ -352,7 +356,8 @@ class MegatronConfig:
     @classmethod
     def from_saved(cls, values: Mapping[str, Any]) -> "MegatronConfig":
         """Creates a config from the fields in a file of this library, which may use earlier field names."""
-        return cls.from_dict({_EARLIER_NAMES.get(name, name): value for name, value in values.items()})
+        known = {name: value for name, value in values.items() if name not in _REMOVED_NAMES}
+        return cls.from_dict({_EARLIER_NAMES.get(name, name): value for name, value in known.items()})
 
     @classmethod
     def from_yaml(cls, path: str | os.PathLike[str]) -> "MegatronConfig":

@@ -41,10 +41,19 @@ def is_base_model(model: Any) -> bool:
 
 
 def has_labels(cls: type) -> bool:
-    """Returns whether a class computes a loss from a labels argument."""
+    """Returns whether a class computes a loss from a labels argument, which its forward may pass on in `**kwargs`."""
     from transformers.utils.generic import find_labels
 
-    return bool(find_labels(cls))
+    for owner in cls.__mro__:
+        forward = vars(owner).get("forward")
+        if forward is None:
+            continue
+        if find_labels(owner):
+            return True
+        parameters = inspect.signature(forward).parameters.values()
+        if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+            return False
+    return False
 
 
 def prepends_tokens(model: Any) -> bool:

@@ -31,6 +31,8 @@ _POSITION = re.compile(r"(_id|_ids|_dim|_idx|_index|_indices|_layer|_layers|_len
 _PER_CALL = re.compile(r"^(use_cache|return_dict|output_.*|gradient_checkpointing)$")
 # String values that contain a layer index.
 _OF_ONE_LAYER = re.compile(r"_layer_\d+$")
+# Packages whose classes are identified by their names; a class of another package may have the name of one of these.
+_STOCK_PACKAGES = ("torch", "transformers", "hf_megatron", "bitsandbytes", "torchao")
 ENDS = "around the layers"
 COPIES = "linears in copies"
 
@@ -172,8 +174,17 @@ def _describe(name: str, module: nn.Module, layers: Mapping[str, str]) -> _Modul
     }
     settings = _settings(module, path) if layer or next(module.parameters(), None) is not None else ()
     return _Module(
-        layers.get(layer, ENDS), layer, _generic(f".{inside}")[1:], type(module).__name__, parameters, settings
+        layers.get(layer, ENDS), layer, _generic(f".{inside}")[1:], _class_name(type(module)), parameters, settings
     )
+
+
+def is_stock_class(cls: type) -> bool:
+    """Returns whether a class belongs to a package whose classes were compared, such as transformers."""
+    return cls.__module__.partition(".")[0] in _STOCK_PACKAGES
+
+
+def _class_name(cls: type) -> str:
+    return cls.__name__ if is_stock_class(cls) else f"{cls.__module__}.{cls.__name__}"
 
 
 def _settings(module: nn.Module, path: list[str]) -> tuple[str, ...]:
@@ -247,16 +258,21 @@ def _common_attributes() -> frozenset[str]:
 
 @functools.cache
 def _names_read(cls: type) -> frozenset[str]:
-    """Returns the names that a class's methods read, constructor and weight initialization excluded."""
-    from transformers import PreTrainedModel
+    """Returns the names that a class's methods read; constructor, weight initialization and generation excluded."""
+    from transformers import GenerationMixin, PreTrainedModel
 
+    for_generation = vars(GenerationMixin).keys()
     names: set[str] = set()
     for owner in cls.__mro__:
         if owner.__module__.startswith("torch.") or owner in PreTrainedModel.__mro__:
             continue
+        if issubclass(owner, GenerationMixin) and not issubclass(owner, nn.Module):
+            # Mixins such as Whisper's contain nothing that training calls.
+            continue
         for name, member in vars(owner).items():
             function = member.fget if isinstance(member, property) else getattr(member, "__func__", member)
-            if isinstance(function, types.FunctionType) and name not in ("__init__", "_init_weights"):
+            is_excluded = name in ("__init__", "_init_weights") or name in for_generation
+            if isinstance(function, types.FunctionType) and not is_excluded:
                 for code in _codes(function):
                     names.update(code.co_names)
     return frozenset(names)
@@ -273,12 +289,13 @@ def _codes(function: Any) -> Iterator[types.CodeType]:
 
 
 def _line(module: _Module, shardings: Mapping[str, ParameterSharding]) -> str | None:
-    """Returns the line of a module; `None` for a module without parameters and settings."""
+    """Returns the line of a module; `None` for a stock module without parameters and settings."""
     held: dict[str, list[str]] = {}
     for leaf, name in module.parameters.items():
         held.setdefault(_style(shardings.get(name)), []).append(leaf)
     texts = [f"({', '.join(leaves)}){style}" for style, leaves in held.items()]
-    if not texts and not module.settings:
+    # The kind of a class of another package is a dotted path.
+    if not texts and not module.settings and "." not in module.kind:
         return None
     name = f"{module.path}: " if module.path else ""
     return " ".join([f"{name}{module.kind}{' '.join(texts)}", *module.settings])

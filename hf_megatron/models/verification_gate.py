@@ -3,9 +3,6 @@
 import dataclasses
 import json
 import shlex
-import subprocess
-import sys
-import tempfile
 import warnings
 from typing import Any, Protocol
 
@@ -16,7 +13,8 @@ from ..compat.transformers_models import has_labels, is_base_model
 from ..config import MegatronConfig
 from ..core.placement import ParameterSharding
 from ..errors import UnsupportedError, UnverifiedLayoutError
-from .fingerprint import Description, Features
+from .automatic_check import check_once_per_job
+from .fingerprint import Description, Features, is_stock_class
 from .verified import (
     compared_modalities,
     differences,
@@ -50,15 +48,17 @@ class ConfigUnderTest(MegatronConfig):
 
 
 def require_verified(model: Any, state: PlannedModel, description: Description) -> None:
-    """Raises `UnverifiedLayoutError`, with the check command, unless a parity result covers the model on its layout.
+    """Raises `UnverifiedLayoutError` if a parity result is missing and `config.unverified` does not accept that.
 
-    With `allow_unverified=True` the parity check of a tiny model runs here in a subprocess, on its own CPU ranks, and a
-    failure raises. A base model counts as verified where a class with a head on top of it is. A class that is neither a
-    base model nor computes a loss raises `UnsupportedError`, because it cannot be checked.
+    A base model counts as verified where a class with a head on top of it is.
 
     Args:
         model: a model that is planned, but not placed on devices yet.
         description: description of the model before the pipeline removed modules.
+
+    Raises:
+        UnverifiedLayoutError: with `unverified="raise"`, or if the automatic check or a recorded one found differences.
+        UnsupportedError: a class is neither a base model nor computes a loss, so it cannot be checked.
     """
     config, name, model_type = state.config, type(model).__name__, model.config.model_type
     if isinstance(config, ConfigUnderTest):
@@ -68,56 +68,87 @@ def require_verified(model: Any, state: PlannedModel, description: Description) 
         state.modalities = compared_modalities(name, model_type, "pp")
     for kind in filter(splits_weights, layout_kinds(config)):
         _warn_replicated_layers(model, config, features_on(kind, description, state))
-    lines = why_unverified(model, config, state, description)
-    if not lines:
+    gaps = find_gaps(model, config, state, description)
+    if not gaps:
+        return
+    problem = f"{name} (model type {model_type!r}) has no matching parity result against the single-process run.\n  "
+    problem += "\n  ".join(map(str, gaps))
+    if config.unverified == "allow":
+        if dist.get_rank() == 0:
+            warnings.warn(
+                f'{problem}\nIt is loaded without a comparison (unverified="allow"): loss and gradients may differ from '
+                "those of a single process.",
+                stacklevel=2,
+            )
         return
     if not has_labels(type(model)) and not is_base_model(model):
         raise UnsupportedError(
             f"{name} computes no loss, so it cannot be checked against the single-process run. Load a class with a "
             "head, such as AutoModelForCausalLM, and read outputs.hidden_states (output_hidden_states=True)."
         )
-    what = (
-        f"{name} (model type {model_type!r}) has no matching parity result against the single-process run.\n  "
-        + "\n  ".join(lines)
-    )
-    layouts = _layouts(config, any(split.copies > 1 for c in state.shardings.values() for split in c.placement.splits))
-    command = check_command(model.config, name, layouts)
-    if not config.allow_unverified:
+    has_copied_shards = any(split.copies > 1 for one in state.shardings.values() for split in one.placement.splits)
+    layouts = _layouts([gap.kind for gap in gaps], has_copied_shards)
+    if config.unverified == "raise":
+        command = f"Run\n    {check_command(model.config, name, layouts)}\nto check it, or pass"
         raise UnverifiedLayoutError(
-            f"{what}\nRun\n    {command}\n"
-            "to check it, or pass MegatronConfig(allow_unverified=True), which runs this check and continues if it "
-            "passes."
+            f"{problem}\n{command if is_stock_class(type(model)) else 'Pass'} "
+            'MegatronConfig(unverified="check"), which checks it when it is loaded and continues if it passes.'
         )
-    # Exit code and report of the check, which only rank 0 runs.
-    results: list[Any] = [None]
-    if dist.get_rank() == 0:
-        results = [_check(model, layouts)]
-    dist.broadcast_object_list(results, src=0)
-    exit_code, report = results[0]
-    if exit_code:
-        raise UnverifiedLayoutError(f"{what}\nThe parity check failed (`{command}`):\n{report}")
+    report: str | None = ""
+    if not any(gap.has_failed for gap in gaps):
+        features = [features_on(gap.kind, description, state) for gap in gaps]
+        report = check_once_per_job(model, description, layouts, features)
+    if report is not None:
+        raise UnverifiedLayoutError(
+            f"{problem}\nThe parity check did not pass. Use another layout, or accept differences with "
+            f'MegatronConfig(unverified="allow").\n{report}'.rstrip()
+        )
 
 
-def why_unverified(model: Any, config: MegatronConfig, state: PlannedModel, description: Description) -> list[str]:
-    """Returns a line with the reason for each layout kind without a matching parity result; empty if all are verified.
+@dataclasses.dataclass(frozen=True)
+class VerificationGap:
+    """A kind of layout on which no parity result covers a model.
+
+    Attributes:
+        kind (`str`): the kind, such as `"tp+sp"`.
+        reason (`str`): the model's unverified features, or the error of a failed result.
+        has_failed (`bool`): whether a result for the same model and sizes is recorded and did not pass.
+    """
+
+    kind: str
+    reason: str
+    has_failed: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.kind}: {self.reason}"
+
+
+def find_gaps(
+    model: Any, config: MegatronConfig, state: PlannedModel, description: Description
+) -> list[VerificationGap]:
+    """Returns the kinds of a layout without a matching parity result; empty if all are verified.
 
     Args:
         model, state, description: as in `require_verified`; planned on the same layout, with or without its pipeline.
     """
-    lines, name, model_type = [], type(model).__name__, model.config.model_type
+    gaps, name, model_type = [], type(model).__name__, model.config.model_type
     for kind in layout_kinds(config):
+        if not is_stock_class(type(model)):
+            # A class of another package may have the name of a recorded one.
+            gaps.append(VerificationGap(kind, f"{type(model).__module__}.{name} is not a class of transformers"))
+            continue
         features = features_on(kind, description, state)
         mismatches = differences(name, model_type, kind, features, _base_prefix(model))
         if (worst := failed(name, model_type, config, kind, features)) is not None:
-            lines.append(f"{kind}: the parity check failed on the same number of ranks ({worst})")
+            reason = f"the parity check failed on the same number of ranks ({worst})"
+            gaps.append(VerificationGap(kind, reason, has_failed=True))
         elif mismatches is None:
-            lines.append(f"{kind}: no parity result is recorded for {name}")
+            gaps.append(VerificationGap(kind, f"no parity result is recorded for {name}"))
         elif mismatches:
             further = f"\n    and {len(mismatches) - _SHOWN} more" if len(mismatches) > _SHOWN else ""
-            lines.append(
-                f"{kind}: it differs from every verified {name} in\n    " + "\n    ".join(mismatches[:_SHOWN]) + further
-            )
-    return lines
+            listed = "\n    ".join(mismatches[:_SHOWN]) + further
+            gaps.append(VerificationGap(kind, f"it differs from every verified {name} in\n    {listed}"))
+    return gaps
 
 
 def choose_verified_scheme(
@@ -170,7 +201,7 @@ def _warn_replicated_layers(model: Any, config: MegatronConfig, features: Featur
         )
 
 
-def _layouts(config: MegatronConfig, has_copied_shards: bool) -> str:
+def _layouts(kinds: list[str], has_copied_shards: bool) -> str:
     """Returns the smallest layout of each kind on which a tiny model is sharded in the same way as the model.
 
     Args:
@@ -178,17 +209,5 @@ def _layouts(config: MegatronConfig, has_copied_shards: bool) -> str:
     """
     sizes = {"tp": "tp4" if has_copied_shards else "tp2", "cp": "cp2", "pp": "pp2", "ep": "ep2"}
     return ",".join(
-        "dp2+ep2" if kind == "ep" else "+".join(sizes.get(word, word) for word in kind.split("+"))
-        for kind in layout_kinds(config)
+        "dp2+ep2" if kind == "ep" else "+".join(sizes.get(word, word) for word in kind.split("+")) for kind in kinds
     )
-
-
-def _check(model: Any, layouts: str) -> tuple[int, str]:
-    with tempfile.TemporaryDirectory() as directory:
-        model.config.save_pretrained(directory)
-        arguments = ["check", directory, "--class", type(model).__name__, "--layout", layouts]
-        # Run in a subprocess: forking this process would copy its process group and device context.
-        result = subprocess.run(
-            [sys.executable, "-m", "hf_megatron.cli", *arguments], capture_output=True, text=True, check=False
-        )
-    return result.returncode, (result.stdout + result.stderr)[-4000:]

@@ -17,7 +17,7 @@ from ..errors import ConfigError, MegatronError
 from ..models.fingerprint import describe_model
 from ..models.registry import spec_for
 from ..models.type_facts import batch_coupling_reason
-from ..models.verification_gate import why_unverified
+from ..models.verification_gate import find_gaps
 from ..parallelize import plan
 from ..pipeline_parallel.support_checks import row_to_cut
 from .model_class import layers_in_order, model_on_meta
@@ -149,4 +149,4 @@ def what_was_not_compared(short: ShortModel, layout: MegatronConfig) -> list[str
     model = copy.deepcopy(short.model)
     description = describe_model(model)
     flat = without_pipeline(layout)
-    return why_unverified(model, layout, plan(model, flat, Axes.of(flat, 0)), description)
+    return [str(gap) for gap in find_gaps(model, layout, plan(model, flat, Axes.of(flat, 0)), description)]

@@ -88,8 +88,7 @@ def check_models(
         )
     check = functools.partial(
         _check_case,
-        # Every pipeline stage needs at least one layer.
-        layers=max(layout.pp_size * (layout.virtual_stages or 1) for layout in layouts),
+        layers=minimum_layers(layouts),
         layouts=layouts,
         class_name=class_name,
         changes=dict(changes or {}),
@@ -114,6 +113,11 @@ def check_models(
         if record is not None:
             write_results(record, results)
     return rows
+
+
+def minimum_layers(layouts: list[MegatronConfig]) -> int:
+    """Returns the layers that a tiny model needs: every pipeline stage has at least one."""
+    return max(layout.pp_size * (layout.virtual_stages or 1) for layout in layouts)
 
 
 def _check_case(
@@ -141,20 +145,44 @@ def _check_changed(
     *,
     changes: dict[str, Any],
     layouts: list[MegatronConfig],
-    layers: int,
     class_name: str | None,
     task: str,
-    everything: bool,
-    adapter: str | None,
-    timeout: float,
-    device: str,
-    echo: Callable[[str], Any],
+    **how: Any,
 ) -> list[dict[str, Any]]:
     """Returns the results of one model with changes in its config, one per layout."""
     if task == "audio":
         changes = {**get_type_facts(model).audio, **changes}
     config = resolve_config(model, changes)
     config, task, class_name = resolve_case(config, task, class_name)
+    return check_config(config, task, class_name, layouts, name=model, changes=changes, **how)
+
+
+def check_config(
+    config: PreTrainedConfig,
+    task: str,
+    model_class: type | str | None,
+    layouts: list[MegatronConfig],
+    *,
+    name: str,
+    layers: int,
+    changes: Mapping[str, Any] | None = None,
+    everything: bool = False,
+    adapter: str | None = None,
+    timeout: float = 120.0,
+    device: str = "cpu",
+    echo: Callable[[str], Any] = print,
+) -> list[dict[str, Any]]:
+    """Checks the tiny model of a config and class; returns one result per layout.
+
+    Args:
+        config (`PreTrainedConfig`): config of any size, to which `changes` were applied.
+        task (`str`): a key of `TASKS`.
+        model_class (`type` or `str`, *optional*): as in `make_tiny_model`.
+        layouts (`list[MegatronConfig]`): layouts to check.
+        name (`str`): the model in error messages.
+        layers (`int`): minimum number of layers of the tiny model.
+        everything (`bool`): a model that cannot be built becomes a result and raises no `ConfigError`.
+    """
     if layers_with_features(config):
         # The first stage needs all layers after which image features are added, and one more.
         layers = max(layers, _LAYERS_WITH_FEATURES)
@@ -167,11 +195,12 @@ def _check_changed(
         tiny_model = make_tiny_model(
             config,
             task=task,
-            class_name=class_name,
+            model_class=model_class,
             microbatches=2,
             min_layers=layers,
             batch_size=rows,
-            known_draw=recorded_draw(config.model_type, changes, made_of),
+            # The draws of other configs with the same changes, such as a checkpoint's, are not recorded.
+            known_draw=recorded_draw(name, dict(changes or {}), made_of),
         )
         tiny_model = tiny_model if adapter is None else adapted(tiny_model, adapter)
     except UNBUILDABLE as error:
@@ -179,7 +208,7 @@ def _check_changed(
         text = str(error).partition("\n")[0].removeprefix(f"{type(error).__name__}: ")
         reason = f"its tiny model cannot be built: {type(error).__name__}: {text}"
         if not everything:
-            raise ConfigError(f"{model}: {reason}") from error
+            raise ConfigError(f"{name}: {reason}") from error
     for layout in layouts:
         if layout.ep_size > 1 and tiny_model is not None and not _has_experts(tiny_model):
             if everything:
@@ -187,16 +216,18 @@ def _check_changed(
             with contextlib.suppress(UnsupportedError):
                 # Planning raises for a model without experts; an `UnsupportedError` becomes a result below.
                 plan(tiny_model.model_on_meta(), layout, Axes.of(layout, 0))
-        row = _check_layout(config, tiny_model, layout, timeout, device, reason, adapter) | {"changes": changes}
+        row = _check_layout(config, tiny_model, layout, timeout, device, reason, adapter) | {
+            "changes": dict(changes or {})
+        }
         if tiny_model is not None and tiny_model.draw:
             row["draw"] = {**made_of, "number": tiny_model.draw}
         results.append(row)
         refused = row.pop("refused", False) or row["worst"].startswith(("UnsupportedError", "ConfigError"))
         judgment = "equal" if row["passed"] else "refused" if refused else "DIFFERS"
-        name = f"{row['class']} {json.dumps(changes)}" if changes else row["class"]
+        changed = f"{row['class']} {json.dumps(changes)}" if changes else row["class"]
         share = f", {row['split']:.0%} of its layers' parameters split" if row.get("split", 1.0) < _LARGE_SHARE else ""
         share += f", {row['whole']:.0%} of its layers' parameters computed whole by each rank" if "whole" in row else ""
-        echo(f"{row['model_type']:24} {name:36} {layout.layout():8} {judgment:8} {row['worst']}{share}")
+        echo(f"{row['model_type']:24} {changed:36} {layout.layout():8} {judgment:8} {row['worst']}{share}")
         if details := row.pop("details", None):
             echo(details)
     if tiny_model is not None:

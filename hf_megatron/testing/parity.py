@@ -46,7 +46,7 @@ class TinyModel:
     """A tiny model saved to disk, with its batches and its single-process reference.
 
     Attributes:
-        class_name (`str`): name of the transformers class.
+        model_class (`type`): class of the model.
         directory (`Path`): folder of the saved model.
         batches (`list[dict[str, Tensor]]`): microbatches of one optimizer step.
         reference (`Measurement`): single-process results.
@@ -60,7 +60,7 @@ class TinyModel:
             batches; measured on first use.
     """
 
-    class_name: str
+    model_class: Any
     directory: Path
     batches: list[dict[str, Tensor]]
     reference: Measurement
@@ -74,14 +74,18 @@ class TinyModel:
 
     def model_on_meta(self) -> Any:
         """Builds the unsharded model on the meta device."""
-        cls = getattr(transformers, self.class_name)
         with torch.device("meta"):
-            return cls(cls.config_class.from_pretrained(self.directory))
+            return self.model_class(type(self.config).from_pretrained(self.directory))
 
     def load(self, **kwargs: Any) -> Any:
         """Loads the model; pass `megatron_config=` on the ranks of a job."""
-        model = getattr(transformers, self.class_name).from_pretrained(self.directory, **self.arguments, **kwargs)
+        model = self.model_class.from_pretrained(self.directory, **self.arguments, **kwargs)
         return model if self.adapt is None else self.adapt(model)
+
+    @property
+    def class_name(self) -> str:
+        """Name of the model's class."""
+        return str(self.model_class.__name__)
 
     @property
     def modalities(self) -> tuple[str, ...]:
@@ -98,7 +102,7 @@ def make_tiny_model(
     config: PreTrainedConfig,
     *,
     task: str = "causal",
-    class_name: str | None = None,
+    model_class: type | str | None = None,
     changes: dict[str, Any] | None = None,
     microbatches: int = 1,
     seed: int = 0,
@@ -116,7 +120,8 @@ def make_tiny_model(
     Args:
         config (`PreTrainedConfig`): config of any size, which is shrunk.
         task (`str`): a key of `TASKS`.
-        class_name (`str`, *optional*): a transformers class instead of the task's Auto class.
+        model_class (`type` or `str`, *optional*): a class, or the name of one in transformers, instead of the task's
+            Auto class.
         changes (`dict`, *optional*): attributes to set on the tiny config.
         microbatches (`int`): batches per optimizer step, with unequal numbers of labels.
         seed (`int`): seed of the parameters and batches.
@@ -125,7 +130,7 @@ def make_tiny_model(
             more kinds of layers.
         known_draw (`int`, *optional*): index of a previously chosen draw; no other is tried.
     """
-    build_full = functools.partial(build, full_config(config), task, class_name)
+    build_full = functools.partial(build, full_config(config), task, model_class)
     with torch.device("meta"):
         full = describe_model(build_full())
     tiny = tiny_config(config, min_layers, find_required_layers(full))
@@ -138,7 +143,7 @@ def make_tiny_model(
     length = max(sequence_length, get_type_facts(config.model_type).min_row_length)
     sizes = {"batch_size": batch_size, "sequence_length": length}
     best, others = best_draw(
-        lambda draw, best: _draw(tiny, task, class_name, microbatches, seed + draw, sizes, best), known_draw
+        lambda draw, best: _draw(tiny, task, model_class, microbatches, seed + draw, sizes, best), known_draw
     )
     for tiny_model in others:
         tiny_model.delete()
@@ -172,10 +177,12 @@ def best_draw(draw: Callable[[int, float], TinyModel], known: int | None = None)
     return chosen, [tiny_model for tiny_model in draws if tiny_model is not chosen]
 
 
-def build(config: PreTrainedConfig, task: str, class_name: str | None = None) -> Any:
-    """Builds a model of a transformers class, or of the task's Auto class, with its initial weights."""
-    builder = getattr(transformers, class_name or TASKS[task])
-    return builder(config) if class_name else builder.from_config(config)
+def build(config: PreTrainedConfig, task: str, model_class: type | str | None = None) -> Any:
+    """Builds a model of a class, a class of transformers, or the task's Auto class, with its initial weights."""
+    if isinstance(model_class, type):
+        return model_class(config)
+    builder = getattr(transformers, model_class or TASKS[task])
+    return builder(config) if model_class else builder.from_config(config)
 
 
 def find_required_layers(full: Description) -> frozenset[int]:
@@ -189,14 +196,14 @@ def find_required_layers(full: Description) -> frozenset[int]:
 def _draw(
     tiny: PreTrainedConfig,
     task: str,
-    class_name: str | None,
+    model_class: type | str | None,
     microbatches: int,
     seed: int,
     sizes: dict[str, Any],
     best: float,
 ) -> TinyModel:
     torch.manual_seed(seed)
-    model = build(tiny, task, class_name).float()
+    model = build(tiny, task, model_class).float()
     draw_parameters(model, seed)
     directory = Path(tempfile.mkdtemp(prefix="hf_megatron_tiny_"))
     model.save_pretrained(directory)
@@ -220,7 +227,7 @@ def _draw(
     else:
         batches = [make_batch(tiny, seed=seed + index, task=task, **sizes) for index in range(microbatches)]
     # The reference loads the saved file too, so that both sides start from the same weights.
-    return measured(TinyModel(type(model).__name__, directory, batches, Measurement(0, 0, 0), model.config), best)
+    return measured(TinyModel(type(model), directory, batches, Measurement(0, 0, 0), model.config), best)
 
 
 def measured(tiny_model: TinyModel, best: float = math.inf) -> TinyModel:

@@ -56,8 +56,9 @@ def take_reference(tiny_model: Any, *, norms_are_frozen: bool = False, best: flo
 
 def _unread_weights(tiny_model: Any) -> str:
     """Returns a weight that `from_pretrained` initializes randomly instead of loading it, or an empty string."""
-    cls = getattr(transformers, tiny_model.class_name)
-    _, loading_info = cls.from_pretrained(tiny_model.directory, **tiny_model.arguments, output_loading_info=True)
+    _, loading_info = tiny_model.model_class.from_pretrained(
+        tiny_model.directory, **tiny_model.arguments, output_loading_info=True
+    )
     return min(loading_info["missing_keys"], default="")
 
 

@@ -83,7 +83,7 @@ class Loop:
             arguments["experts_implementation"] = "eager"
         if self.on_ranks:
             layout = self.case["layout"]
-            arguments["megatron_config"] = MegatronConfig(**layout, allow_unverified=False, timeout=60.0)
+            arguments["megatron_config"] = MegatronConfig(**layout, unverified="raise", timeout=60.0)
         if self.on_ranks and self.case["way"] == "from_config":
             self.model = builder.from_config(make_config(self.case, self.loop_patterns), **arguments)
             self.model.save_pretrained(self.folder)

@@ -189,7 +189,7 @@ def test_quantized_weights_are_dequantized_or_adapters_are_saved(tmp_path):
     name = "model.layers.0.self_attn.q_proj.weight"
 
     def on_rank():
-        config = MegatronConfig(tp_size=2, allow_unverified=True)
+        config = MegatronConfig(tp_size=2)
         model = tiny_model.load(megatron_config=config, quantization_config=NF4)
         message = r"Call model\.dequantize\(\) first, or load the model without quantization_config\."
         with pytest.raises(UnsupportedError, match=message):

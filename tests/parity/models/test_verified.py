@@ -258,7 +258,7 @@ def test_sample_matches_single_process(row):
     config = resolve_config(row["model_type"], row["changes"])
     task = _get_task(row)
     class_name = _select_class_name(config, task, row["class"])
-    tiny_model = make_tiny_model(config, microbatches=2, task=task, class_name=class_name)
+    tiny_model = make_tiny_model(config, microbatches=2, task=task, model_class=class_name)
     [layout] = parse_layouts(_format_layout(row))
     assert features_on_layout(tiny_model.model_on_meta(), layout).parts == set(row["parts"])
     comparison = check_tiny_model(tiny_model, layout)
@@ -281,7 +281,7 @@ def test_records_match_current_plans(number, monkeypatch):
     for case in sorted(cases)[number::_SLICES]:
         model_type, class_name, changes, task = case
         config = resolve_config(model_type, json.loads(changes))
-        tiny_model = make_own_tiny_model(config, task=task, class_name=_select_class_name(config, task, class_name))
+        tiny_model = make_own_tiny_model(config, task=task, model_class=_select_class_name(config, task, class_name))
         for row in cases[case]:
             [layout] = parse_layouts(_format_layout(row))
             if features_on_layout(tiny_model.model_on_meta(), layout).parts != set(row["parts"]):
@@ -301,32 +301,9 @@ def unrecorded(tmp_path, monkeypatch):
 
 def test_unrecorded_layout_raises_with_check_command(unrecorded):
     def load():
+        layout = MegatronConfig(tp_size=2, sequence_parallel=True, unverified="raise")
         with pytest.raises(UnverifiedLayoutError, match=r"check llama --class LlamaForCausalLM --layout tp2\+sp"):
-            AutoModelForCausalLM.from_pretrained(
-                unrecorded, megatron_config=MegatronConfig(tp_size=2, sequence_parallel=True)
-            )
-
-    run_ranks(load, 2)
-
-
-def test_allow_unverified_runs_the_check_first(unrecorded):
-    def load():
-        config = MegatronConfig(tp_size=2, allow_unverified=True)
-        return AutoModelForCausalLM.from_pretrained(unrecorded, megatron_config=config).num_parameters()
-
-    assert all(count > 0 for count in run_ranks(load, 2, timeout=300))
-
-
-def test_allow_unverified_stops_when_the_check_fails(unrecorded, monkeypatch):
-    """The check runs with an executable that fails, so nothing is loaded."""
-    import hf_megatron.models.verification_gate as gate
-
-    monkeypatch.setattr(gate.sys, "executable", "/bin/false")
-
-    def load():
-        with pytest.raises(UnverifiedLayoutError, match="failed"):
-            config = MegatronConfig(tp_size=2, allow_unverified=True)
-            AutoModelForCausalLM.from_pretrained(unrecorded, megatron_config=config)
+            AutoModelForCausalLM.from_pretrained(unrecorded, megatron_config=layout)
 
     run_ranks(load, 2)
 

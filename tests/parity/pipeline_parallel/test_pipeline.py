@@ -92,7 +92,7 @@ def trained(stories):
     """A trained checkpoint with five layers and a tied head."""
     model = AutoModelForCausalLM.from_pretrained(stories)
     batches = [make_batch(model.config, batch_size=5, seed=seed) for seed in range(2)]
-    return TinyModel(type(model).__name__, stories, batches, measure(model, batches), model.config)
+    return TinyModel(type(model), stories, batches, measure(model, batches), model.config)
 
 
 @pytest.mark.parametrize(

@@ -49,7 +49,7 @@ CLASSES = {"musicgen_decoder": "MusicgenForCausalLM", "musicgen_melody_decoder":
 @functools.lru_cache(maxsize=1)
 def get_tiny_model(model_type):
     config, changes = CONFIG_MAPPING[model_type](), CHANGES.get(model_type, {})
-    return make_tiny_model(config, class_name=CLASSES.get(model_type), microbatches=2, changes=changes)
+    return make_tiny_model(config, model_class=CLASSES.get(model_type), microbatches=2, changes=changes)
 
 
 def use_local_norm_squares():

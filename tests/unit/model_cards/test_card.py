@@ -114,16 +114,16 @@ def test_parity_rows_match_the_records():
 
 
 def test_missing_parity_result_is_stated():
-    layout = MegatronConfig(pp_size=2, allow_unverified=True)
+    layout = MegatronConfig(pp_size=2)
     parity = recorded_parity("HrmTextForCausalLM", "hrm_text", layout)
     card_data = dataclasses.replace(
         CARD_DATA, architecture="HrmTextForCausalLM", model_type="hrm_text", layout=layout, parity=parity
     )
     text = render(card_data).text
     assert "No passed parity result is recorded for HrmTextForCausalLM (`hrm_text`) on `pp`" in text
-    assert "allow_unverified=True" in text and "| not equal |" in text
-    strict = dataclasses.replace(card_data, layout=MegatronConfig(pp_size=2))
-    assert "allow_unverified" not in render(strict).text
+    assert "A tiny model was compared" in text and "| not equal |" in text
+    unchecked = dataclasses.replace(card_data, layout=MegatronConfig(pp_size=2, unverified="allow"))
+    assert 'without a comparison (`unverified="allow"`)' in render(unchecked).text
     data_parallel = recorded_parity("LlamaForCausalLM", "llama", MegatronConfig(dp_size=2))
     assert "No parity result is needed" in render(dataclasses.replace(CARD_DATA, parity=data_parallel)).text
 

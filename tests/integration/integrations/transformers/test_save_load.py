@@ -301,7 +301,7 @@ def _load_with_new_head(path, layout, seed=3):
     return drawn, torch.rand(1)
 
 
-@pytest.mark.parametrize("layout", [TP2, MegatronConfig(pp_size=2, allow_unverified=True)], ids=MegatronConfig.layout)
+@pytest.mark.parametrize("layout", [TP2, MegatronConfig(pp_size=2)], ids=MegatronConfig.layout)
 def test_new_classification_head_matches_single_process(stories, layout, monkeypatch):
     import hf_megatron.parallelize as integration
 

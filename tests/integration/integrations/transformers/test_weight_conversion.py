@@ -37,7 +37,7 @@ def files(tmp_path_factory):
 
 def _save_with_single_process(model_type, folder, change=None):
     tiny_model = make_tiny_model(CONFIG_MAPPING[model_type](), task=TASKS[model_type])
-    cls, source = getattr(transformers, tiny_model.class_name), folder / "source"
+    cls, source = tiny_model.model_class, folder / "source"
     cls.from_pretrained(tiny_model.directory).save_pretrained(source)
     if change is not None:
         weights = load_file(source / "model.safetensors")

@@ -56,7 +56,7 @@ def train_and_draw(tiny_model, changes, seed_of_rank, **kwargs):
 )
 @pytest.mark.parametrize("layout", [{"tp_size": 2}, {"tp_size": 2, "sequence_parallel": True}], ids=["tp", "sp"])
 def test_host_rng_matches_single_process(model_type, task, changes, layout):
-    tiny_model = make_tiny_model(CONFIG_MAPPING[model_type](), task=task, class_name=CLASSES.get(model_type))
+    tiny_model = make_tiny_model(CONFIG_MAPPING[model_type](), task=task, model_class=CLASSES.get(model_type))
     [(expected, expected_draws)] = run_ranks(train_and_draw, 1, tiny_model, changes, lambda: 0)
     assert len({*expected}) > 2
     for losses, draws in run_ranks(

@@ -207,7 +207,7 @@ def test_every_field_can_be_set_by_a_variable():
         "etp_size": 1,
         "loss_chunk_size": 64,
         "strict_loading": False,
-        "allow_unverified": True,
+        "unverified": "allow",
         "seed": -7,
         "timeout": 60.5,
     }
