@@ -76,8 +76,8 @@ def require_verified(model: Any, state: PlannedModel, description: Description) 
     if config.unverified == "allow":
         if dist.get_rank() == 0:
             warnings.warn(
-                f'{problem}\nIt is loaded without a comparison (unverified="allow"): loss and gradients may differ from '
-                "those of a single process.",
+                f'{problem}\nIt is loaded without a comparison (unverified="allow"): loss and gradients may differ '
+                "from those of a single process.",
                 stacklevel=2,
             )
         return
