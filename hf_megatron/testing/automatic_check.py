@@ -14,7 +14,7 @@ import torch
 from ..core.layouts import parse_layouts
 from ..errors import MegatronError
 from ..models.fingerprint import describe_model, is_stock_class
-from .cases import get_class_task, resolve_case
+from .cases import resolve_case
 from .check import check_config, minimum_layers
 from .parity import build
 from .tiny_config import full_config

@@ -5,7 +5,6 @@ import math
 from typing import Any
 
 import torch
-import transformers
 from torch import Tensor
 
 from .measure import Measurement, measure

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-import transformers
 from safetensors.torch import load_file, save_file
 from transformers import CONFIG_MAPPING
 
