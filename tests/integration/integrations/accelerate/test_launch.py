@@ -66,7 +66,9 @@ def test_documented_launch_has_expected_ranks(command, stories, tmp_path):
         assert "num_processes: 2" in (ROOT / "examples" / "accelerate_tp2_gpu.yaml").read_text()
     probe = tmp_path / "probe.py"
     probe.write_text(PROBE.format(stories=str(stories), output=str(tmp_path)))
-    words = [str(probe) if word.endswith("train.py") else word for word in shlex.split(command)]
+    # Replace the script, and the name of the reader's configuration file.
+    replaced = {"examples/train.py": str(probe), "megatron.yaml": "examples/accelerate_tp2_cpu.yaml"}
+    words = [replaced.get(word, word) for word in shlex.split(command)]
     # Any free port, because several test suites may run on one machine.
     if words[0] == "torchrun":
         words[1:1] = ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
@@ -76,6 +78,8 @@ def test_documented_launch_has_expected_ranks(command, stories, tmp_path):
     assert result.returncode == 0, result.stderr[-3000:]
     reports = read_probes(tmp_path)
     ranks = 1 if words[0] == "python" else 4 if "dp2" in command else 2
+    if "--nproc_per_node" in words:
+        ranks = int(words[words.index("--nproc_per_node") + 1])
     assert len(reports) == ranks
     assert all(processes == ranks and tp_size == (None if ranks == 1 else 2) for processes, _, tp_size in reports)
 
