@@ -116,6 +116,7 @@ MODULE_ORDER = HookOrder(
         "full-sequence block",  # gathers the sequence over cp; innermost
         "replaced functions",
         "active forward",
+        "sequence ends",
         "user hooks",
         "sequence split",
         "user hook checks",

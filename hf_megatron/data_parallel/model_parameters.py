@@ -10,7 +10,7 @@ from ..compat.shared import Shared
 from ..core.communication.rank_errors import gather
 from ..core.io.checksums import hash_tensor
 from ..core.off_stage import is_off_stage
-from ..core.placement import ParameterSharding
+from ..core.placement import GradientRule, ParameterSharding
 from ..errors import ConfigError
 from ..parallel_state import ParallelState
 from .grad_sync_groups import GradSyncGroup
@@ -34,7 +34,9 @@ class ModelParameters(Shared):
         self.model, self.state = model, state
         if sync_groups is None:
             # Includes the axes of off-stage parameters: every rank of the job takes part in creating each group.
-            axes = sorted({"dp"} | {sharding.gradient.average for sharding in state.shardings.values()})
+            axes = sorted(
+                {GradientRule().average} | {sharding.gradient.average for sharding in state.shardings.values()}
+            )
             sync_groups = {axis: GradSyncGroup.along(axis, state.mesh) for axis in axes}
         self.sync_groups = sync_groups
         self.marked: list[nn.Parameter] = []
@@ -122,7 +124,8 @@ class ModelParameters(Shared):
     def sync_group(self, parameter: Tensor) -> GradSyncGroup:
         """Returns the ranks that average the gradient of a parameter of any shape."""
         sharding = self.sharding(parameter)
-        return self.sync_groups["dp" if sharding is None else sharding.gradient.average]
+        rule = GradientRule() if sharding is None else sharding.gradient
+        return self.sync_groups[rule.average]
 
     def is_split(self, parameter: Tensor) -> bool:
         """Returns whether ranks hold different shards of a parameter of any shape."""
