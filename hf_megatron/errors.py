@@ -47,7 +47,7 @@ class ReplicaError(MegatronError):
 
 
 class RankError(MegatronError):
-    """Raised when ranks of a forked group fail, disagree or hang."""
+    """Raised when ranks of a group fail, disagree, hang or run different operations."""
 
 
 __all__ = [

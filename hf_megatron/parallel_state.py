@@ -15,7 +15,7 @@ from .config import MegatronConfig
 from .core.axes import Axes
 from .core.forward_hooks import ForwardHooks
 from .core.mesh import ParallelMesh
-from .core.placement import ADAPTER, ParameterSharding, Placement
+from .core.placement import ADAPTER, GradientRule, ParameterSharding, Placement
 from .core.runtime import RUNTIME
 from .errors import ConfigError
 from .losses.batch_loss import BatchLoss
@@ -258,8 +258,8 @@ class ParallelState(Shared):
         return self.shardings[name].placement if name in self.shardings else Placement()
 
     def average(self, name: str) -> str:
-        """Returns the name of the axis that averages the gradient of a parameter."""
-        return self.shardings[name].gradient.average if name in self.shardings else "dp_cp"
+        """Returns the name of the axis that averages the gradient of a parameter, planned or added after loading."""
+        return self.shardings[name].gradient.average if name in self.shardings else GradientRule().average
 
     def is_tied(self, name: str) -> bool:
         """Returns whether the first and the last rank of the pipeline both hold this parameter."""

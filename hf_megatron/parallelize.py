@@ -84,6 +84,7 @@ ENTER_ORDER = (
     "forward input",  # masks and positions, looked at once
     "dynamic rope",  # the longest sequence of all ranks
     "batch norm",  # statistics of a part of the batch
+    "router padding",  # tokens that statistics of routers leave out
 )
 # Names of hooks that run after the forward, in this order.
 EXIT_ORDER = (
@@ -97,6 +98,7 @@ EXIT_ORDER = (
     "sequence split",
     "forward input",
     "dynamic rope",
+    "router padding",
 )
 
 # Order of the hooks on one submodule, where several features have some.
@@ -116,9 +118,11 @@ MODULE_ORDER = HookOrder(
         "full-sequence block",  # gathers the sequence over cp; innermost
         "replaced functions",
         "active forward",
+        "sequence ends",
         "user hooks",
         "sequence split",
         "user hook checks",
+        "router padding",
     ),
     exit=(
         "full-sequence block",
@@ -131,6 +135,7 @@ MODULE_ORDER = HookOrder(
         "sequence ends",
         "active forward",
         "sequence split",
+        "router padding",
     ),
     outside=frozenset({"context parallel layer", "zero 3 unit", "full-sequence region"}),
 )

@@ -66,11 +66,11 @@ def holding(state: ParallelState, name: str, shape: tuple[int, ...], *, is_momen
     local = placement.local_shape(shape, axes)
     start, stop = 0, math.prod(local)
     repeated = placement.repeated_on(axes)
-    sharding = state.shardings.get(name)
-    shard = f"{sharding.gradient.average}_shard" if sharding is not None else "dp_shard"
-    if sharding is not None and state.shards(name):
+    average = state.average(name)
+    shard = f"{average}_shard"
+    if state.shards(name):
         row = math.prod(local[1:])
-        start, stop = (edge * row for edge in owned_rows(local, axes, sharding.gradient.average))
+        start, stop = (edge * row for edge in owned_rows(local, axes, average))
         repeated = repeated.without(axes[shard])
     elif is_moment and state.config.zero_stage > 0:
         start, stop = owned_range(stop, axes.size(shard), axes.rank(shard))

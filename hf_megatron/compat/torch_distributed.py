@@ -8,6 +8,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
+from torch._C._distributed_c10d import Work
+from torch.utils._pytree import tree_leaves
 
 
 def get_group_description(args: tuple) -> str:
@@ -211,3 +213,31 @@ def group_members() -> dict[str, list[int]]:
 
     members = ((group, ranks) for group, ranks in _world.pg_group_ranks.items() if group in _world.pg_names)
     return {_world.pg_names[group]: sorted(ranks) for group, ranks in members}
+
+
+def is_collective(func: Any) -> bool:
+    """Returns whether an operator is a collective of torch.distributed on tensors."""
+    return func.namespace == "c10d"
+
+
+def list_collectives() -> list[Any]:
+    """Returns the operators of torch.distributed on tensors (private)."""
+    names = {schema.name for schema in torch._C._jit_get_all_schemas() if schema.name.startswith("c10d::")}
+    return [getattr(torch.ops.c10d, name.removeprefix("c10d::")).default for name in sorted(names)]
+
+
+def collective_outputs(func: Any, args: tuple) -> list[torch.Tensor]:
+    """Returns the tensors that a collective writes to; its schema does not declare them (private)."""
+    # In-place operators have a trailing underscore, and their first argument is the output in every one of them.
+    return (
+        [leaf for leaf in tree_leaves(args[:1]) if isinstance(leaf, torch.Tensor)]
+        if func._schema.name[-1] == "_"
+        else []
+    )
+
+
+def wait_for_collective(result: Any) -> None:
+    """Waits for the work that a collective's operator returned, alone or after its outputs (private)."""
+    work = result[-1] if isinstance(result, (list, tuple)) else result
+    if work is not None:
+        Work.unbox(work).wait()

@@ -69,6 +69,23 @@ def fill_missing_gradients(
     group.post_backward = post_backward
 
 
+def keep_class_name(model: Any) -> None:
+    """Names the class that FSDP2 puts in front of a model's class like that class.
+
+    Code that saves a model asks its class for the module that defines it, and would save FSDP2's source file.
+    """
+    cls = type(model)
+    stock = unwrapped_class(cls)
+    cls.__name__, cls.__qualname__, cls.__module__ = stock.__name__, stock.__qualname__, stock.__module__
+
+
+def unwrapped_class(cls: type) -> type:
+    """Returns a class without the FSDP2 class that is prepended to it (private in torch 2.11 to 2.13)."""
+    from torch.distributed.fsdp import FSDPModule
+
+    return cls.__mro__[2] if issubclass(cls, FSDPModule) else cls
+
+
 def find_units(root: Any) -> None:
     """Initializes FSDP2's units below a root, as its first forward does."""
     root._get_fsdp_state()._lazy_init()

@@ -1,6 +1,5 @@
-"""Context parallelism: gradient rules, and installation of the sequence split on a model."""
+"""Context parallelism: checks of the model, and installation of the sequence split."""
 
-import dataclasses
 from typing import Any
 
 from torch import Tensor, nn
@@ -12,6 +11,7 @@ from ..models.layers import find_full_sequence_blocks, find_layers
 from ..parallel_state import ParallelState
 from ..tensor_parallel.axis import GUARDS, REGIONS
 from ..tensor_parallel.forward_checks import OutputChecks
+from ..tensor_parallel.install_regions import leaves_layers_out
 from ..tensor_parallel.layer_rng import SyncedRngState
 from ..tensor_parallel.local_parameters import ActiveForwards, swap_class
 from ..tensor_parallel.loss_mode import install_pending_loss
@@ -30,7 +30,7 @@ _ARGUMENTS = ("position_ids", "position_embeddings", "moe_mm_token_type_ids")
 
 
 def place(model: Any, state: ParallelState) -> None:
-    """Plans context parallelism: gradients averaged over dp are averaged over dp and cp."""
+    """Finds the layers whose sequence is split; raises `UnsupportedError` if a model does not support it."""
     if state.axes.size(NAME) == 1:
         return
     if state.spec.cp.no_context_parallel is not None:
@@ -43,11 +43,6 @@ def place(model: Any, state: ParallelState) -> None:
             f"MegatronConfig.cp_size = {state.config.cp_size}: {type(model).__name__} is an encoder-decoder model; "
             "context parallelism supports a single stack of layers. Set cp_size=1."
         )
-    # cp ranks hold different tokens of the same samples: their gradients are averaged like dp's.
-    for name, sharding in state.shardings.items():
-        if sharding.gradient.average == "dp":
-            rule = dataclasses.replace(sharding.gradient, average="dp_cp")
-            state.shardings[name] = dataclasses.replace(sharding, gradient=rule)
     # A pipeline removes layers later.
     layers = find_layers(model, state.spec, "cp_size")
     full_sequence_blocks = find_full_sequence_blocks(model, state.spec, layers)
@@ -67,7 +62,8 @@ def install(model: Any, state: ParallelState) -> None:
     arguments = dict.fromkeys((*_ARGUMENTS, *state.spec.sp.per_token_arguments), 1) | dict(state.spec.cp.sequence_dims)
     random = StreamOfPart(state.mesh.device, state.axes.rank(NAME))
     unshardable_arguments = {name for names in state.spec.tp.local_arguments.values() for name in names}
-    stack = ContextStack(context_groups(state), group, arguments, unshardable_arguments, random)
+    has_layer_drop = leaves_layers_out(model.config)
+    stack = ContextStack(context_groups(state), group, arguments, unshardable_arguments, random, has_layer_drop)
     stack.install(model, layers, state.hooks)
     state.placed[STACK] = stack
     state.full_sequence_fns.append((name, stack.on_full_sequence))
@@ -129,6 +125,6 @@ def place_head(model: Any, state: ParallelState, stack: ContextStack, layers: st
         install_pending_loss(model, state)
     head.part_of = stack.part_of
     guards = UserHookChecks(model, layers)
-    if not reshapes_to_inputs(type(model.base_model)):
+    if not reshapes_to_inputs(type(model.base_model)) and not stack.has_layer_drop:
         stack.keeps_tokens = lambda: head.loss_is_pending and guards.tail_is_stock and not stack.keeps_some_logits
     return guards

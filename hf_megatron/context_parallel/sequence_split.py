@@ -32,6 +32,7 @@ from ..core.forward_hooks import ForwardHooks
 from ..core.runtime import RUNTIME
 from ..errors import UnsupportedError
 from ..tensor_parallel.install_regions import ROUTER_LOGITS
+from ..tensor_parallel.stack_ends import StackEnds
 from .attention import ContextGroups, TokenLayout
 from .load_balancing import SequenceOrder
 from .local_tokens import HeldTokens, mapped
@@ -87,9 +88,11 @@ class ContextStack(Shared):
         arguments: names of a layer's per-token arguments -> their token dim.
         unshardable_arguments: names of a layer's arguments that its blocks need in full.
         random: RNG state of the rank's tokens.
+        has_layer_drop: whether the loop skips layers at random; every layer then splits and gathers the sequence.
 
     Attributes:
         token_layout: the sequence of the current forward, of the last one, or of the layers that backward recomputes.
+        is_inside: whether a forward is between the first layer and the last one, or the end of its pipeline stage.
         full_sequence_blocks: names of the active blocks that compute on full sequences.
         keeps_some_logits: whether the current call requests the logits of some tokens only.
         modality_encoders: encoders that compute on full sequences.
@@ -103,15 +106,16 @@ class ContextStack(Shared):
         arguments: Mapping[str, int],
         unshardable_arguments: Collection[str],
         random: StreamOfPart,
+        has_layer_drop: bool = False,
     ):
         self.groups, self.group, self.arguments, self.random = groups, group, arguments, random
-        self.unshardable_arguments = unshardable_arguments
+        self.unshardable_arguments, self.has_layer_drop = unshardable_arguments, has_layer_drop
         self.ranks = dist.get_world_size(group)
         self.token_layout: TokenLayout | None = None
         self.full_sequence_blocks: list[str] = []
         self.keeps_tokens: Callable[[], bool] = bool
         self.keeps_some_logits = False
-        self._is_cut = self._has_entered = False
+        self._is_cut = self._has_entered = self.is_inside = False
         self._active: list[int] = []
         self._rows = 0
         self._call: frozenset[str] = frozenset()
@@ -122,9 +126,10 @@ class ContextStack(Shared):
         """Registers hooks on a model, its base and its layers; they are the outermost hooks of the layers."""
         for index, layer in enumerate(layers):
             names = tuple(inspect.signature(layer.forward).parameters)
-            enter = functools.partial(self._enter, names, index == 0)
-            hooks.add_to(layer, "context parallel layer", enter)
-        hooks.add_to(layers[-1], "context parallel layer", exit=self._leave)
+            enter = self._enter_first if index == 0 or self.has_layer_drop else self._enter
+            hooks.add_to(layer, "context parallel layer", functools.partial(enter, names))
+        for layer in layers if self.has_layer_drop else layers[-1:]:
+            hooks.add_to(layer, "context parallel layer", exit=self._leave)
         self.modality_encoders.install(model, layers)
         base: Any = model.base_model
         for module in (model,) if base is model else (model, base):
@@ -132,6 +137,15 @@ class ContextStack(Shared):
             begin = functools.partial(self._begin, parameters)
             hooks.add_to(module, "sequence split", begin, self._end, always_exit=True)
         hooks.add_to(base, "sequence split", self._begin_row, self._end_row, always_exit=True)
+        StackEnds(
+            self,
+            next(name for name, module in model.named_modules() if module is layers),
+            splits=self._enter_first,
+            gathers=self._leave,
+            setting="cp_size > 1",
+            off="cp_size=1",
+            is_on_every_layer=True,
+        ).install(base, model, hooks)
 
     def get_token_layout(self, length: int, documents: tuple[int, ...] = ()) -> TokenLayout | None:
         """Returns the distribution of the current sequence, computed once for all masks of a forward.
@@ -156,6 +170,7 @@ class ContextStack(Shared):
 
     def leave_stage(self, hidden: Tensor) -> Tensor:
         """Ends the local part of a stack on a pipeline stage; `[batch, local, hidden]` stays split."""
+        self.is_inside = False
         return _RestoreRow.apply(hidden, self)
 
     def part_of(self, hidden: Tensor) -> tuple[Tensor, HeldTokens | None]:
@@ -180,7 +195,7 @@ class ContextStack(Shared):
         @functools.wraps(function)
         def of_full(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
             layout = self.token_layout
-            if layout is None or not self.shares_out():
+            if layout is None or not self.shares_out() or self.has_layer_drop:
                 return function(hidden_states, *args, **kwargs)
             # [batch, local, hidden] -> [batch, length, hidden] for the function -> [batch, local, hidden]
             full_output = function(gather_tokens(hidden_states, _TOKENS, layout.order, self.group), *args, **kwargs)
@@ -224,7 +239,7 @@ class ContextStack(Shared):
         return output
 
     def _begin_row(self, base: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-        self.token_layout, self._has_entered = None, False
+        self.token_layout, self._has_entered, self.is_inside = None, False, False
         self.full_sequence_blocks.clear()
 
     def _end_row(self, base: nn.Module, args: tuple, output: Any) -> None:
@@ -245,8 +260,17 @@ class ContextStack(Shared):
 
     # Hooks around a layer
 
+    def _enter_first(self, names: tuple[str, ...], layer: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
+        return self._enter(names, layer, args, kwargs, is_first=True)
+
     def _enter(
-        self, names: tuple[str, ...], is_first: bool, layer: nn.Module, args: tuple, kwargs: dict[str, Any]
+        self,
+        names: tuple[str, ...],
+        layer: nn.Module,
+        args: tuple,
+        kwargs: dict[str, Any],
+        *,
+        is_first: bool = False,
     ) -> Any:
         arguments = dict(zip(names, args, strict=False)) | kwargs
         masks = [value for value in arguments.values() if isinstance(value, ContextMask)]
@@ -263,7 +287,7 @@ class ContextStack(Shared):
             layout = self.get_token_layout(hidden.shape[_TOKENS])
         if layout is None:
             return None
-        self.token_layout, self._has_entered = layout, True
+        self.token_layout, self._has_entered, self.is_inside = layout, True, True
         if is_first:
             if hidden.dim() < 3 or hidden.shape[_TOKENS] != layout.length:
                 raise UnsupportedError(
@@ -296,7 +320,7 @@ class ContextStack(Shared):
 
     def _leave(self, layer: nn.Module, args: tuple, output: Any) -> Any:
         hidden = output if isinstance(output, Tensor) else output[0]
-        hidden = _RestoreRow.apply(hidden, self)
+        hidden, self.is_inside = _RestoreRow.apply(hidden, self), False
         # [batch, local, hidden] -> [batch, length, hidden], unless the head computes its loss from local tokens.
         if self.shares_out() and not self.keeps_tokens():
             self.random.leave()

@@ -137,21 +137,22 @@ class GradientRule:
         sum (`str`, *optional*): axis over which the gradient is all-reduced in backward, because each of its ranks
             holds a partial gradient.
         copies (`int`, *optional*): restricts the sum to groups of this many neighboring ranks of the axis.
-        average (`str`, defaults to `"dp"`): data axis of the ranks that average the gradient: it is reduce-scattered
-            over `<average>_shard` and all-reduced over `<average>_replicate`. If a rank's gradient already contains
-            terms of further data ranks, it is scaled where the forward reads the weight.
+        average (`str`, defaults to `"dp_cp"`): data axis of the ranks that average the gradient: it is
+            reduce-scattered over `<average>_shard` and all-reduced over `<average>_replicate`. If a rank's gradient
+            already contains terms of further data ranks, it is scaled where the forward reads the weight. Axes of size
+            1 vanish, so the default holds with and without cp.
     """
 
     sum: str | None = None
     copies: int | None = None
-    average: str = "dp"
+    average: str = "dp_cp"
 
     def __str__(self) -> str:
         if self.sum is None:
             text = "complete"
         else:
             text = f"sum over {self.sum}" if self.copies is None else f"sum over {self.copies} copies on {self.sum}"
-        return text if self.average == "dp" else f"{text}, averaged over {self.average}"
+        return text if self.average == "dp_cp" else f"{text}, averaged over {self.average}"
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from ..compat.torch_autograd import leave_uncompiled
 from ..compat.torch_memory import is_fake
 from ..core.communication.rank_errors import gather
 from ..core.mesh import ParallelMesh
-from ..errors import ConfigError
+from ..errors import ConfigError, RankError
 
 _AXES = ("tp", "cp", "pp")
 
@@ -45,7 +45,7 @@ class SharedBatch(Shared):
         checksums = {name: (tuple(value.shape), _checksum(value)) for name, value in tensors.items()}
         # Checksums are exchanged instead of the tensors themselves.
         for axis, group in self.groups.items():
-            ranks = gather(checksums, group, "Comparing the batch of a replica's ranks")
+            ranks = gather(checksums, group, "Comparing the batch of a replica's ranks", error_type=RankError)
             names = checksums.keys() | {name for other in ranks for name in other}
             if different := sorted(
                 name for name in names if any(other.get(name) != checksums.get(name) for other in ranks)

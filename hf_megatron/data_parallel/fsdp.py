@@ -16,7 +16,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from ..compat.torch_autograd import inherit_forward, run_after_backward
 from ..compat.torch_dtensor import local_tensor
-from ..compat.torch_fsdp import fill_missing_gradients
+from ..compat.torch_fsdp import fill_missing_gradients, keep_class_name
 from ..core.axes import Axes
 from ..core.communication.bucket_collectives import AllGather, ReduceScatter
 from ..core.communication.collectives import all_gather, bounds
@@ -78,6 +78,7 @@ def shard_weights(model: Any, state: ParallelState, around_layers: Sequence[nn.M
         ignored_params=shared,
         reshard_after_forward=True,
     )
+    keep_class_name(model)
     # FSDP2 creates new parameters: copy attributes of the old ones, such as transformers' "is initialized" mark.
     for name, parameter in model.named_parameters(remove_duplicate=False):
         vars(parameter).update(marks[name])

@@ -5,13 +5,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from ..compat.shared import Shared
 from ..core.communication.rank_errors import gather
 from ..core.io.checksums import hash_tensor
 from ..core.off_stage import is_off_stage
-from ..core.placement import ParameterSharding
-from ..errors import ConfigError
+from ..core.placement import GradientRule, ParameterSharding
+from ..errors import ConfigError, RankError, UnsupportedError
 from ..parallel_state import ParallelState
 from .grad_sync_groups import GradSyncGroup
 
@@ -34,7 +35,9 @@ class ModelParameters(Shared):
         self.model, self.state = model, state
         if sync_groups is None:
             # Includes the axes of off-stage parameters: every rank of the job takes part in creating each group.
-            axes = sorted({"dp"} | {sharding.gradient.average for sharding in state.shardings.values()})
+            axes = sorted(
+                {GradientRule().average} | {sharding.gradient.average for sharding in state.shardings.values()}
+            )
             sync_groups = {axis: GradSyncGroup.along(axis, state.mesh) for axis in axes}
         self.sync_groups = sync_groups
         self.marked: list[nn.Parameter] = []
@@ -81,11 +84,22 @@ class ModelParameters(Shared):
             self._added = self.uncompared = added
 
     def require_equal_on_ranks(self) -> None:
-        """Raises `ConfigError` if ranks have different values of parameters added after loading; collective."""
+        """Raises an error if ranks hold different values or shards of parameters added after loading; collective.
+
+        Raises:
+            ConfigError: the ranks drew different values.
+            UnsupportedError: a sharded expert weight got another name, so that its sharding is unknown.
+        """
+        # Tensor parallelism and ZeRO stage 3 have rejected such weights before.
+        if sharded := [name for name, parameter in self.uncompared.items() if isinstance(parameter, DTensor)]:
+            raise UnsupportedError(
+                f"{sharded[0]} is sharded over expert-parallel ranks, but its module was wrapped or renamed after "
+                "loading. Set ep_size=1."
+            )
         hashes = {name: hash_tensor(parameter.detach()) for name, parameter in self.uncompared.items()}
         # "stage": the ranks of one pipeline stage, which train copies of these parameters.
         group = self.state.mesh.host_group("stage")
-        others = gather(hashes, group, "Comparing the parameters added after loading")
+        others = gather(hashes, group, "Comparing the parameters added after loading", error_type=RankError)
         for name in sorted({name for other in others for name in other}):
             if any(other.get(name) != others[0].get(name) for other in others):
                 raise ConfigError(
@@ -122,7 +136,8 @@ class ModelParameters(Shared):
     def sync_group(self, parameter: Tensor) -> GradSyncGroup:
         """Returns the ranks that average the gradient of a parameter of any shape."""
         sharding = self.sharding(parameter)
-        return self.sync_groups["dp" if sharding is None else sharding.gradient.average]
+        rule = GradientRule() if sharding is None else sharding.gradient
+        return self.sync_groups[rule.average]
 
     def is_split(self, parameter: Tensor) -> bool:
         """Returns whether ranks hold different shards of a parameter of any shape."""

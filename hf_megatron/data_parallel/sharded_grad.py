@@ -14,8 +14,10 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from ..compat.torch_autograd import in_backward, returns_view
+from ..compat.torch_autograd import in_backward, returns_view, writes_to
+from ..compat.torch_distributed import is_collective
 from ..compat.torch_dtensor import dtensor_from_local, local_tensor
+from ..core.communication.full_collectives import run_on_full_copies
 from ..core.communication.full_tensor import gather_full_tensor, shard_like
 from ..core.communication.proxy_tensor import ProxyDTensor, ProxyTensor
 from ..core.communication.write_through import FullCopy
@@ -117,7 +119,9 @@ class ShardedGrad(ProxyTensor):
                 # The view is taken of the full gradient, and in-place edits of it are written back.
                 full = FullCopy(first, _read_full, _replace_full)
                 return full.views(func(full.tensor, *args[1:], **kwargs))
-        edited = _edited(func, args, kwargs)
+        if is_collective(func):
+            return run_on_full_copies(func, args, kwargs, ShardedGrad, _read_full, _replace_full)
+        edited = writes_to(func, args, kwargs)
         if not any(isinstance(tensor, ShardedGrad) for tensor in edited):
             args, kwargs = _with_full(args, kwargs)
             return func(*args, **kwargs)
@@ -161,16 +165,6 @@ def is_held(gradients: dict[int, ShardedGrad], key: int) -> bool:
 
 
 _ALONE = next(sys.getrefcount(alone[key]) for alone, key in [({0: object()}, 0)])
-
-
-def _edited(func: Any, args: tuple, kwargs: dict[str, Any]) -> list[Tensor]:
-    """Returns the tensors that a function writes to."""
-    edited: list[Tensor] = []
-    for index, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            value = args[index] if index < len(args) else kwargs.get(argument.name)
-            edited += value if isinstance(value, (list, tuple)) else [] if value is None else [value]
-    return edited
 
 
 def _with_full(args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:

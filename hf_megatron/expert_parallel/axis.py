@@ -17,6 +17,7 @@ from ..tensor_parallel.user_hooks.replaced_functions import ExchangedFunctions
 from .expert_load import NAME as LOAD
 from .expert_load import ExpertCounts
 from .experts import ExpertRanks, ParallelExperts
+from .padding import RouterPadding
 from .router_bias import install_router_biases, require_router_bias
 from .routing_cache import install_tapes
 from .shared_experts import find_shared_experts
@@ -115,9 +116,12 @@ def install(model: Any, state: ParallelState) -> None:
     tensor_plan = state.placed.get("tp")
     sequence_sharded_moe = frozenset() if tensor_plan is None else tensor_plan.sequence_sharded_moe
     present = {name for name, _ in model.named_modules()}
+    padding = RouterPadding(state, sequence_sharded_moe)
+    if state.placed.get(_BIASES) is not None or state.placed.get(NAME) is not None:
+        padding.install(model, state.hooks)
     if (counted := state.placed.get(_BIASES)) is not None:
         local_counts = {name: count for name, count in counted.items() if name in present}
-        install_router_biases(model, state, local_counts, pieces=bool(sequence_sharded_moe))
+        install_router_biases(model, state, local_counts, padding, pieces=bool(sequence_sharded_moe))
     plan: ExpertPlan | None = state.placed.get(NAME)
     if plan is None:
         return
@@ -133,7 +137,7 @@ def install(model: Any, state: ParallelState) -> None:
     inside: dict[str, Any] = {}
     present_experts = [name for name in plan.experts if name in modules]
     most = max(plan.experts, key=lambda name: plan.experts[name])
-    counts = state.placed[LOAD] = ExpertCounts(present_experts, plan.held(most, ranks), state)
+    counts = state.placed[LOAD] = ExpertCounts(present_experts, plan.held(most, ranks), state, padding)
     layer_by_module_id = {id(part): layer for layer in outermost_layers(model) for part in layer.modules()}
     for name, count in plan.experts.items():
         if name not in modules:

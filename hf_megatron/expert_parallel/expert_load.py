@@ -12,6 +12,7 @@ from ..compat.ecosystem import require_plots
 from ..compat.shared import Shared
 from ..errors import ConfigError
 from ..parallel_state import ParallelState, parallel_state
+from .padding import RouterPadding
 from .token_dispatcher import ExpertBlocks, Route
 
 NAME = "expert load"
@@ -69,16 +70,17 @@ class ExpertCounts(Shared):
     Args:
         layers: names of this stage's modules with experts.
         held (`ExpertBlocks`): which experts each rank holds, for the layer with the most.
+        padding (`RouterPadding`): masks of the current forward.
     """
 
-    def __init__(self, layers: list[str], held: ExpertBlocks, state: ParallelState):
-        self.layers, self.held, self.state = layers, held, state
+    def __init__(self, layers: list[str], held: ExpertBlocks, state: ParallelState, padding: RouterPadding):
+        self.layers, self.held, self.state, self.padding = layers, held, state, padding
         self.tokens = torch.zeros(len(layers), held.experts, dtype=torch.int64, device=state.mesh.device)
         self.bytes_sent = 0
 
     def note(self, layer: str, chosen: Tensor, route: Route, width: int, rank: int) -> None:
         """Adds a layer's choices `[tokens, choices]`, and the bytes sent for them, `width` bytes per row."""
-        # Ids that are no expert (-1, identity experts) add 0 to expert 0.
+        # Ids that are no expert (-1 of padding, identity experts) add 0 to expert 0.
         ids = chosen.flatten()
         exists = (ids >= 0) & (ids < self.tokens.shape[1])
         self.tokens[self.layers.index(layer)].scatter_add_(0, ids.where(exists, 0), exists.to(torch.int64))
@@ -104,7 +106,7 @@ class ExpertCounts(Shared):
 
 
 def expert_load(model: Any) -> ExpertLoad:
-    """Returns the tokens routed to each expert in training forwards since the last call; collective.
+    """Returns the tokens, without padding, routed to each expert in training forwards since the last call; collective.
 
     Raises:
         ConfigError: a model that was not loaded with `ep_size` of 2 or more.

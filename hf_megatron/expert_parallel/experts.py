@@ -107,10 +107,13 @@ class ParallelExperts:
                 "ep_size > 1, experts take hidden states and each token's expert indices and weights."
             )
         count, group, dispatcher = len(tokens), self.ranks.shared_with, self.ranks.dispatcher
+        is_counted = self.training and not in_backward()
+        counted = self.ranks.counts.padding.drop(self.ranks.name, chosen) if is_counted else chosen
         # tp ranks hold the same tokens: each dispatches [tokens / tp], and the outputs are gathered at the end.
         if group is not None:
             tokens, chosen = split_over_ranks(tokens, 0, group), split_over_ranks(chosen, 0, group)
             weights = None if weights is None else split_over_ranks(weights, 0, group)
+            counted = split_over_ranks(counted, 0, group)
         # Renumber expert ids so that each rank's experts are consecutive.
         numbered = self.ranks.held.by_rank(chosen)
         # [local tokens, width] and [local tokens, choices] -> rows for this rank's experts, [rows received, width].
@@ -118,8 +121,8 @@ class ParallelExperts:
             tokens, numbered, weights, self.ranks.tapes.route(), self._meanwhile(hidden)
         )
         self.ranks.tapes.note(route)
-        if self.training and not in_backward():
-            self.ranks.counts.note(self.ranks.name, chosen, route, tokens[:1].nbytes, dispatcher.rank)
+        if is_counted:
+            self.ranks.counts.note(self.ranks.name, counted, route, tokens[:1].nbytes, dispatcher.rank)
         # [rows received, width] -> [local tokens, width], summed over the ranks of each token's experts.
         total = dispatcher.combine(self._computed(dispatched, route), route)
         if self.ranks.identity_share is not None and weights is not None:

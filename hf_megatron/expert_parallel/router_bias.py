@@ -2,7 +2,8 @@
 
     bias += rate * sign(mean load - load)        once per optimizer step that was not skipped
 
-The load counts the choices of all training forwards whose gradients the step uses, on all ranks of the batch.
+The load counts the choices of all training forwards whose gradients the step uses, on all ranks of the batch, without
+those of padding tokens.
 """
 
 import functools
@@ -20,6 +21,7 @@ from ..compat.torch_dtensor import local_tensor
 from ..errors import ConfigError, UnsupportedError
 from ..models.experts import find_experts
 from ..parallel_state import ParallelState
+from .padding import RouterPadding
 
 _NAMES = ("e_score_correction_bias", "expert_bias", "balancing_biases")
 
@@ -56,11 +58,14 @@ class RouterBiases(Shared):
 
     Args:
         experts: module with experts -> its number of experts on all ranks.
+        padding (`RouterPadding`): masks of the current forward.
         pieces (`bool`): whether tp ranks see different tokens.
     """
 
-    def __init__(self, model: Any, state: ParallelState, experts: Mapping[str, int], *, pieces: bool):
-        self.model, self.state, self.experts, self.pieces = model, state, experts, pieces
+    def __init__(
+        self, model: Any, state: ParallelState, experts: Mapping[str, int], padding: RouterPadding, *, pieces: bool
+    ):
+        self.model, self.state, self.experts, self.padding, self.pieces = model, state, experts, padding, pieces
         device = state.mesh.device
         self.tokens = {name: torch.zeros(count, dtype=torch.int64, device=device) for name, count in experts.items()}
 
@@ -85,8 +90,10 @@ class RouterBiases(Shared):
             # A recomputed layer was counted in its first forward.
             if not experts.training or not torch.is_grad_enabled() or in_backward():
                 return
-            # [tokens, choices] of expert ids.
-            chosen = args[1].detach().flatten()
+            # [tokens, choices] of expert ids; padding has none.
+            chosen = args[1].detach()
+            tokens_here = args[0].numel() // args[0].shape[-1]
+            chosen = self.padding.drop(name, chosen.reshape(tokens_here, -1)).flatten()
             # Count in the backward: gradients, and with them the counts, may be cleared between a forward and its
             # backward, but the choices of that forward still belong to the next step.
             trained = [value for value in (args[0], *args[2:]) if value.requires_grad]
@@ -124,6 +131,8 @@ class RouterBiases(Shared):
                 local_bias.add_(step.to(local_bias).view(local_bias.shape))
 
 
-def install_router_biases(model: Any, state: ParallelState, experts: Mapping[str, int], *, pieces: bool) -> None:
+def install_router_biases(
+    model: Any, state: ParallelState, experts: Mapping[str, int], padding: RouterPadding, *, pieces: bool
+) -> None:
     """Installs the update of a stage's router biases by the load of their experts."""
-    RouterBiases(model, state, experts, pieces=pieces).install(state.data_parallel)
+    RouterBiases(model, state, experts, padding, pieces=pieces).install(state.data_parallel)

@@ -405,5 +405,6 @@ HOOKS: Sequence[tuple[str, str]] = (
     ("transformers.modeling_utils", f"{_HERE}.torch.autograd:watch_retained_gradients"),
     ("transformers.modeling_utils", f"{_HERE}.torch.dtensor_methods:replace_tensor_methods"),
     ("transformers.modeling_utils", f"{_HERE}.torch.dtensor_ops:override_sharded_tensor_ops"),
+    ("transformers.modeling_utils", f"{_HERE}.torch.data_assignment:replace_data_assignment"),
     ("transformers.modeling_utils", "hf_megatron.pipeline_parallel.module_placement:follow_exchanged_modules"),
 )

@@ -19,6 +19,7 @@ from .boundary import StageBoundary
 from .p2p import Arriving, Transport
 from .schedules import Action, Kind
 from .stage_payload import Message
+from .taken_activations import watch_inputs
 
 # (stage, microbatch)
 Cell = tuple[int, int]
@@ -82,6 +83,7 @@ class Execution:
     Attributes:
         results: on the last stage's rank, what `read` returned for each microbatch, without its graph.
         backward (`BackwardOptions`): seeds and callbacks; set before the backwards run.
+        current: (stage, microbatch) whose backward runs at present.
     """
 
     def __init__(
@@ -105,6 +107,7 @@ class Execution:
         self.record = record or (lambda kind, stage, microbatch: nullcontext())
         self.results: list[tuple[Tensor, ...]] = []
         self.backward = BackwardOptions()
+        self.current: Cell | None = None
         self._buffers = CellBuffers()
         self._rank_of = boundary.stages.rank_of
         self._last = len(self._rank_of) - 1
@@ -173,14 +176,19 @@ class Execution:
         self._buffers.inputs[cell] = tuple(
             leaf.requires_grad_() if torch.is_grad_enabled() and leaf.is_floating_point() else leaf for leaf in leaves
         )
+        watch_inputs(self, cell, leaves)
 
     # Backward
 
     @contextmanager
     def _differentiating(self, kind: str, cell: Cell) -> Iterator[None]:
         """Measures a backward, without autocast: it may be on in the user's forward and would cast fp32 gradients."""
-        with self.record(kind, *cell), torch.autocast(self.transport.device.type, enabled=False):
-            yield
+        before, self.current = self.current, cell
+        try:
+            with self.record(kind, *cell), torch.autocast(self.transport.device.type, enabled=False):
+                yield
+        finally:
+            self.current = before
 
     def _receive_backward(self, action: Action) -> None:
         stage, microbatch = cell = action.stage, action.microbatch

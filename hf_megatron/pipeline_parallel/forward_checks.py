@@ -8,7 +8,7 @@ from torch import Tensor
 from ..compat.shared import Shared
 from ..compat.transformers_models import loss_functions, uses_loss_function
 from ..core.communication.rank_errors import gather
-from ..errors import ConfigError, UnsupportedError
+from ..errors import ConfigError, RankError, UnsupportedError
 from ..losses.targets import IGNORE_INDEX, LABELS, OF_SENTENCES, POSITIONS, is_target, target_names
 from ..losses.token_loss import TokenLoss
 from ..parallel_state import ParallelState
@@ -140,7 +140,9 @@ def _tokens(model: Any, state: ParallelState) -> int | None:
     name = next((name for name, module in model.named_modules() if module is embedding), None)
     sharding = state.shardings.get(f"{name}.weight")
     local_count = None if sharding is None else sharding.shape[0]
-    counts = gather(local_count, state.mesh.host_group("pp"), "Counting the tokens that the first stage knows")
+    counts = gather(
+        local_count, state.mesh.host_group("pp"), "Counting the tokens that the first stage knows", error_type=RankError
+    )
     return next((count for count in counts if count is not None), None)
 
 

@@ -1,6 +1,5 @@
 """Regions of a model, built from its structure."""
 
-import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -102,12 +101,8 @@ class Regions(Shared):
                 draw_alone(layer, self.rng)
             if arguments or unshardable:
                 SequenceArguments(arguments, self.group, unshardable or {}).install(owned, hooks)
-        if self.stacks:
-            hooks.add("sequence ends", self._require_ends)
-            for name in self.stacks:
-                hooks.add_to(
-                    _around_layers(model, name), "sequence ends", exit=functools.partial(self._require_exited, name)
-                )
+        for name, stack in self.stacks.items():
+            stack.check_ends(_around_layers(model, name), model, name, hooks)
         return self._exit_without_gather if self.stacks else None
 
     def _exit_without_gather(self, hidden_states: Tensor, layers: str) -> Tensor:
@@ -123,14 +118,6 @@ class Regions(Shared):
         """Forward hook that gathers the router logits a model returns, if its routers see shards of the sequence."""
         if isinstance(output, ModelOutput) and isinstance(parts := output.get(ROUTER_LOGITS), tuple):
             output[ROUTER_LOGITS] = tuple(map(self.gather_token_outputs, parts))
-
-    def _require_ends(self, model: Any, args: tuple, kwargs: dict[str, Any]) -> None:
-        for name, stack in self.stacks.items():
-            stack.is_inside = False
-            stack.require_ends(model.get_submodule(name), name)
-
-    def _require_exited(self, name: str, around: nn.Module, args: tuple, output: Any) -> None:
-        self.stacks[name].require_exited(name)
 
 
 def leaves_layers_out(config: PreTrainedConfig) -> bool:

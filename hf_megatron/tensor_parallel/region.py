@@ -42,6 +42,7 @@ from ..errors import UnsupportedError
 from .gathered_input import GatheredInput, GatheredInputs
 from .hidden_states import replace_input, replace_output
 from .per_token_arguments import replace_arguments
+from .stack_ends import StackEnds
 
 SEQUENCE_DIM = 1
 
@@ -91,15 +92,21 @@ class SequenceStack(Shared):
             # For 0 this is the last layer.
             hooks.add_to(layers[first - 1], "sequence parallel stack", exit=self._leave)
 
-    def require_ends(self, layers: nn.ModuleList, name: str) -> None:
-        """Raises `UnsupportedError` if other layers are at the ends of the stack by now."""
-        hooks = [*layers[0]._forward_pre_hooks.values()], [*layers[-1]._forward_hooks.values()]
-        if not all(any(getattr(hook, "__self__", None) is self for hook in ends) for ends in hooks):
-            raise UnsupportedError(
-                f"The first or last layer of {name} was removed or replaced; with sequence_parallel=True they split "
-                "and gather the sequence. Save the changed model in a single process and load it, or set "
-                "sequence_parallel=False."
-            )
+    def check_ends(self, around: nn.Module, model: nn.Module, name: str, hooks: ForwardHooks) -> None:
+        """Checks before each forward that the layers split and gather the sequence, and after it that they did.
+
+        Args:
+            around: module of the model whose forward runs the layers.
+            name (`str`): of the list of layers in the model.
+        """
+        StackEnds(
+            self,
+            name,
+            splits=self._enter,
+            gathers=self._leave,
+            setting="sequence_parallel=True",
+            off="sequence_parallel=False",
+        ).install(around, model, hooks)
 
     def _enter(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]):
         return replace_input(module, args, kwargs, self.split, of_block=False)
@@ -164,16 +171,6 @@ class SequenceStack(Shared):
             return hidden_states
         self.is_inside = False
         return _RestoreLength.apply(hidden_states, self)
-
-    def require_exited(self, name: str) -> None:
-        """Raises `UnsupportedError` if a forward ended without calling the last layer."""
-        if self.is_inside:
-            self.is_inside = False
-            raise UnsupportedError(
-                f"The last layer of {name} was not called (was config.num_hidden_layers changed?); with "
-                "sequence_parallel=True it gathers the sequence. Save the changed model in a single process and load "
-                "it, or set sequence_parallel=False."
-            )
 
     def _leave(self, module: nn.Module, args: tuple, output: Any) -> Any:
         return replace_output(output, self.join)

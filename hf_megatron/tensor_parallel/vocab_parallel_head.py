@@ -24,7 +24,7 @@ from ..losses.targets import IGNORE_INDEX, count_targets
 from .cross_entropy import CrossEntropyOptions, linear_cross_entropy
 from .linear import ColumnParallelLinear
 from .local_parameters import local_view
-from .vocab_range import TokensOfRank, filling, rows_everywhere
+from .vocab_range import TokensOfRank, filling, require_class_indices, rows_everywhere
 
 _ELEMENTWISE = {torch.tanh, torch.mul, torch.div, torch.true_divide, Tensor.tanh, Tensor.mul, Tensor.div, F.tanh}
 
@@ -229,6 +229,7 @@ class ShardedLogits(LateOutput):
         label_smoothing: builtins.float = 0.0,
     ) -> Tensor:
         """Returns the loss, a scalar, against `targets` `[batch, sequence]`; see `linear_cross_entropy`."""
+        require_class_indices(targets)
         self.loss_taken = True
         head = self.head
         weight, bias = local_view(head.weight), local_view(head.bias)

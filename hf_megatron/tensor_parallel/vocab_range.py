@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ..compat.torch_memory import check_soon
@@ -19,6 +20,13 @@ def require_tokens(ids: Tensor, vocabulary: int, what: str, ignore_index: int | 
         ~outside.any(),
         lambda: IndexError(f"{what} {int(ids[outside][0])} is out of bounds for a vocabulary of {vocabulary} tokens."),
     )
+
+
+def require_class_indices(targets: Tensor) -> None:
+    """Raises the error of torch for targets, of any shape, of a dtype that its cross entropy does not take (int32)."""
+    if targets.dtype != torch.int64:
+        # One token and two classes; torch decides, and its message stays the same.
+        F.cross_entropy(torch.zeros(1, 2, device=targets.device), targets.new_zeros(1))
 
 
 def rows_everywhere(index: Any, shape: torch.Size) -> Tensor | None:

@@ -1,4 +1,4 @@
-"""Error propagation across ranks in saves and loads: an error on one rank is raised on all of them."""
+"""Error propagation across ranks: an error on one rank, or different operations, are raised on all of them."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from ...errors import CheckpointError, ConfigError
+from ...errors import CheckpointError, ConfigError, MegatronError
 
 
 class _Sent(NamedTuple):
@@ -24,16 +24,25 @@ def rank_and_size(group: ProcessGroup | None) -> tuple[int, int]:
     return dist.get_rank(group), dist.get_world_size(group)
 
 
-def gather(value: Any, group: ProcessGroup | None, doing: str, *, on_first: bool = False) -> list[Any]:
+def gather(
+    value: Any,
+    group: ProcessGroup | None,
+    doing: str,
+    *,
+    on_first: bool = False,
+    error_type: type[MegatronError] = CheckpointError,
+) -> list[Any]:
     """Gathers every rank's value on every rank.
 
     Args:
         doing (`str`): the current operation; its first word must be identical on all ranks, the rest may contain
             rank-specific paths.
         on_first (`bool`): whether to gather on the first rank only; the other ranks get an empty list.
+        error_type (`type`, defaults to `CheckpointError`): class of the error; `RankError` for operations that neither
+            save nor load.
 
     Raises:
-        CheckpointError: another rank is gone, or runs another operation.
+        MegatronError: another rank is gone, or runs another operation; an `error_type`.
     """
     rank, size = rank_and_size(group)
     if size == 1:
@@ -45,11 +54,11 @@ def gather(value: Any, group: ProcessGroup | None, doing: str, *, on_first: bool
         else:
             dist.all_gather_object(values, _Sent(doing, value), group=group)
     except RuntimeError as error:
-        raise CheckpointError(f"{doing}: rank {rank} lost the connection to the other ranks: {error}") from error
+        raise error_type(f"{doing}: rank {rank} lost the connection to the other ranks: {error}") from error
     for other, sent in enumerate(values):
         there = sent.doing if isinstance(sent, _Sent) else "another collective"
         if there.partition(" ")[0] != doing.partition(" ")[0]:
-            raise CheckpointError(
+            raise error_type(
                 f"{doing}: rank {other} of {size} is at another collective: {there}. All ranks must make the same "
                 "calls in the same order; check for branches taken, or errors caught, on one rank only."
             )

@@ -14,8 +14,10 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ...compat.torch_autograd import returns_view, writes_to
+from ...compat.torch_distributed import is_collective
 from ...compat.torch_dtensor import local_tensor
 from ...errors import UnsupportedError
+from .full_collectives import run_on_full_copies
 from .full_tensor import copy_local_shard, gather_full_tensor
 from .proxy_tensor import ProxyDTensor, ProxyTensor
 
@@ -85,6 +87,8 @@ class WrittenBack(ProxyTensor):
         # A view of a view shares the full copy; no communication.
         if returns_view(func) and isinstance(args[0], WrittenBack):
             return args[0].full_copy.views(func(args[0].value, *args[1:], **kwargs))
+        if is_collective(func):
+            return run_on_full_copies(func, args, kwargs, WrittenBack, _read, _write)
         views = [value for value in tree_leaves((args, kwargs)) if isinstance(value, WrittenBack)]
         # Collective: every rank gathers each source once, whatever the operator does with the views.
         for full in {id(view.full_copy): view.full_copy for view in views}.values():
@@ -122,6 +126,15 @@ class WrittenBack(ProxyTensor):
 
 class _WrittenBackDTensor(WrittenBack, ProxyDTensor):
     """Write-through view of a `DTensor`."""
+
+
+def _read(view: WrittenBack) -> Tensor:
+    view.full_copy.refresh()
+    return view.value.clone()
+
+
+def _write(value: Tensor, view: WrittenBack) -> None:
+    view.copy_(value)
 
 
 def _plain(tensor: Tensor) -> Tensor:

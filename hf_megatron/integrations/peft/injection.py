@@ -4,6 +4,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+from ...compat.torch_fsdp import unwrapped_class
 from .checks import (
     has_codes,
     reject_adapter,
@@ -192,10 +193,7 @@ def cast_adapter(original: Callable, self: Any, *args: Any, **kwargs: Any) -> No
 
 def base_model_class(original: Callable, self: Any, *args: Any, **kwargs: Any) -> Any:
     """Returns the class of the base model, without the FSDP2 class that is prepended to it."""
-    from torch.distributed.fsdp import FSDPModule
-
-    cls = original(self, *args, **kwargs)
-    return cls.__mro__[2] if issubclass(cls, FSDPModule) else cls
+    return unwrapped_class(original(self, *args, **kwargs))
 
 
 def merge_adapter(original: Callable, self: Any, *args: Any, **kwargs: Any) -> Any:

@@ -78,7 +78,7 @@ class Site:
         """
         unsharded: Any = holder._parameters[param_name]
         if not keeps_average:
-            rule = replace(rule, average="dp_cp" if self.state.axes.size("cp") > 1 else "dp")
+            rule = replace(rule, average=GradientRule().average)
         self._add_sharding(inner, tuple(unsharded.shape), placement, rule)
         if (self.splits or placement.is_split) and not self.is_off_stage:
             part = _part(unsharded.detach(), placement, self.state, self.copies)

@@ -45,9 +45,23 @@ def run_backward(
         from ...tensor_parallel.user_hooks.hooks import reject_hook_inputs
 
         reject_hook_inputs(inputs)
-        for engine in all_engines():
+        engines = all_engines()
+        for engine in engines:
             engine.sync_user_edits()
+        if any(engine.state.cut is not None for engine in engines):
+            return _run_in_stages(original, outputs, seeds, keep, create, inputs, *args, **kwargs)
     return original(outputs, seeds, keep, create, inputs, *args, **kwargs)
+
+
+def _run_in_stages(original: Callable, *args: Any, **kwargs: Any) -> Any:
+    """Runs autograd's engine in a job with a pipelined model, and explains its error for a freed graph."""
+    from ...pipeline_parallel.taken_activations import explain_freed_graph
+
+    try:
+        return original(*args, **kwargs)
+    except RuntimeError as error:
+        explain_freed_graph(error)
+        raise
 
 
 def register_hook(original: Callable, self: Any, hook: Callable) -> Any:

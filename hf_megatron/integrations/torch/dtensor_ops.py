@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ...compat.torch_autograd import switch_mean_to_sum, writes_to
+from ...compat.torch_distributed import list_collectives
 from ...compat.torch_dtensor import (
     all_reduce_partial_,
     count_shard_blocks,
@@ -28,6 +29,7 @@ from ...compat.torch_dtensor import (
     split_dim,
 )
 from ...compat.torch_memory import share_memory
+from ...core.communication.full_collectives import run_on_full_copies
 from ...core.communication.full_tensor import copy_local_shard, gather_full_tensor, is_split_along, shard_like
 from ...core.communication.write_through import FullCopy
 from ...core.mesh import is_layout_mesh
@@ -246,6 +248,10 @@ def _reject_transpose(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     )
 
 
+def _communicate(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+    return run_on_full_copies(func, args, kwargs, DTensor, gather_full_tensor, copy_local_shard)
+
+
 def _empty(tensor: Tensor) -> Tensor:
     local = local_tensor(tensor)
     return torch.empty(tensor.shape, dtype=local.dtype, device=local.device)
@@ -369,6 +375,7 @@ class ShardedTensorOps:
             **dict.fromkeys(_NEEDS_REDUCED, partial(_for_own, _run_on_reduced)),
             **dict.fromkeys(_EDITS, partial(_for_own, _edit)),
             **dict.fromkeys(_CUMULATIVE, partial(_for_own, _cumulate)),
+            **dict.fromkeys(list_collectives(), partial(_for_own, _communicate)),
             **dict.fromkeys(_EDITS_OF_LISTS, partial(_for_own, _edit_list)),
             _aten._local_scalar_dense.default: partial(_for_own, _read),
             _aten.t_.default: partial(_for_own, _reject_transpose),

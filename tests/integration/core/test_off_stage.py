@@ -5,14 +5,15 @@ import copy
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from transformers import AutoModelForCausalLM
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from hf_megatron import UnsupportedError, local_named_parameters, prepare_optimizer
+from hf_megatron import RankError, UnsupportedError, local_named_parameters, prepare_optimizer
 from hf_megatron.core.fork_harness import run_ranks
 from hf_megatron.core.off_stage import OffStageTensor
 from hf_megatron.pipeline_parallel import axis
-from tests.helpers.dp_training import count_ranks
+from tests.helpers.dp_training import clone_parameters, count_ranks, parameters_unchanged
 from tests.helpers.training import make_batch, parse_layout, save_tiny, shard_batch
 
 LAYOUTS = ["pp2", "pp2+split", "tp2+pp2", "pp2+dp2", "pp2+dp2+zero3"]
@@ -392,3 +393,40 @@ def test_cross_stage_values_are_rejected(folder):
         assert off_stage.grad is None
 
     run_ranks(on_rank, 2)
+
+
+def scale_by_local_vectors(model):
+    parameters = [parameter for _, parameter in local_named_parameters(model)]
+    with torch.no_grad():
+        vector_to_parameters(parameters_to_vector(parameters) * 0.5, parameters)
+
+
+@pytest.mark.parametrize("text", ["pp2", "pp2+dp2"])
+def test_vectors_over_stages_are_rejected(folder, text):
+    """A vector over all parameters has no values on any stage; one over this rank's parameters has."""
+
+    def on_rank():
+        model = load(folder, text)
+        before = clone_parameters(model)
+        error = pytest.raises(UnsupportedError, match="not on this rank: .* hf_megatron.local_named_parameters")
+        with torch.no_grad(), error:
+            vector_to_parameters(parameters_to_vector(model.parameters()) * 0.5, model.parameters())
+        assert parameters_unchanged(model, before)
+        scale_by_local_vectors(model)
+        return model(**shard_batch(model, make_batch(0))).loss.item()
+
+    expected = load(folder, None)
+    scale_by_local_vectors(expected)
+    losses = run_ranks(on_rank, count_ranks(parse_layout(text)))
+    assert losses == [pytest.approx(expected(**make_batch(0)).loss.item(), rel=1e-5)] * len(losses)
+
+
+def test_unchecked_assignment_of_off_stage_values_is_detected(folder):
+    def on_rank():
+        model = load(folder, "pp2")
+        del nn.Parameter.data
+        vector_to_parameters(parameters_to_vector(model.parameters()), model.parameters())
+        model(**make_batch(0))
+
+    with pytest.raises(RankError):
+        run_ranks(on_rank, 2)

@@ -262,9 +262,17 @@ def test_module_added_before_loading(tiny, tmp_path):
     assert run_ranks(on_rank, 2) == [pytest.approx(expected, rel=1e-4)] * 2
 
 
-@pytest.mark.parametrize("text", ["tp2+sp", "tp2"])
-def test_layers_removed_before_loading(tiny, tmp_path, text):
-    """A changed model is saved in a single process, or `sequence_parallel` is off."""
+@pytest.mark.parametrize(
+    ("layout", "text", "setting"),
+    [
+        ("tp2+sp", "tp2+sp", "sequence_parallel=False"),
+        ("tp2+sp", "tp2", "sequence_parallel=False"),
+        ("cp2", "cp2", "cp_size=1"),
+        ("cp2", "tp2", "cp_size=1"),
+    ],
+)
+def test_layers_removed_before_loading(tiny, tmp_path, layout, text, setting):
+    """A changed model is saved in a single process, or the sequence is not split."""
 
     def remove_layer(model):
         model.model.layers = model.model.layers[:1]
@@ -272,13 +280,13 @@ def test_layers_removed_before_loading(tiny, tmp_path, text):
         return model
 
     def on_rank():
-        model = remove_layer(AutoModelForCausalLM.from_pretrained(tiny, megatron_config=parse_layout("tp2+sp")))
-        cure = "Save the changed model in a single process and load it, or set sequence_parallel=False."
+        model = remove_layer(AutoModelForCausalLM.from_pretrained(tiny, megatron_config=parse_layout(layout)))
+        cure = f"Save the changed model in a single process and load it, or set {setting}."
         with expect_error(cure):
             model.train()(**make_batch(0))
-        folder = tmp_path if text == "tp2+sp" else tiny
+        folder = tmp_path if text == layout else tiny
         model = AutoModelForCausalLM.from_pretrained(folder, megatron_config=parse_layout(text))
-        return measure_step(model if text == "tp2+sp" else remove_layer(model), make_batch(0))
+        return measure_step(model if text == layout else remove_layer(model), make_batch(0))
 
     model = remove_layer(AutoModelForCausalLM.from_pretrained(tiny))
     model.save_pretrained(tmp_path)

@@ -6,7 +6,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from hf_megatron import UnsupportedError
+from hf_megatron.core.communication import proxy_tensor
 from hf_megatron.core.fork_harness import run_ranks
+from hf_megatron.integrations.torch import dtensor_methods
 from tests.helpers.dp_training import count_ranks, parse_layout
 from tests.helpers.training import make_batch, save_tiny, shard_batch
 
@@ -101,3 +103,37 @@ def test_arrays_and_dlpack_share_no_memory(tiny, text):
         return torch.equal(compute_full_gradient(parameter), expected)
 
     assert all(run_ranks(on_rank, count_ranks(parse_layout(text))))
+
+
+def find_writable_arrays(path, text, sabotage=None):
+    """Returns the names of arrays of gradients, weights and views of both that can be written and do not count."""
+    if sabotage is not None:
+        sabotage()
+    model = AutoModelForCausalLM.from_pretrained(path, megatron_config=parse_layout(text)).train()
+    model(**shard_batch(model, make_batch(0))).loss.backward()
+    lost = []
+    for name, parameter in model.named_parameters():
+        weight = parameter.detach()
+        tensors = {"gradient": parameter.grad, "weight": weight, "data": parameter.data}
+        tensors |= {f"view of {kind}": tensor[1:] for kind, tensor in tensors.items()}
+        for kind, tensor in tensors.items():
+            array = tensor.numpy()
+            if array.flags.writeable:
+                before = array.flat[0] + 1
+                array.flat[0] = before
+                lost += [f"{kind} of {name}"] if float(tensor.flatten()[0]) != float(before) else []
+    return lost
+
+
+@pytest.mark.parametrize("text", [*LAYOUTS, "cp2", "cp2+zero3"])
+def test_arrays_are_read_only_or_edits_count(tiny, text):
+    assert run_ranks(find_writable_arrays, 2, tiny, text) == [[], []]
+
+
+def leave_arrays_writable():
+    proxy_tensor.protect = dtensor_methods.protect = lambda array: array
+
+
+@pytest.mark.parametrize("text", ["tp2", "dp2"])
+def test_lost_edits_of_arrays_are_detected(tiny, text):
+    assert all(run_ranks(find_writable_arrays, 2, tiny, text, leave_arrays_writable))

@@ -5,9 +5,10 @@ import torch
 from accelerate import Accelerator
 from transformers import AutoModelForCausalLM, DeepseekV3Config, LlamaConfig
 
-from hf_megatron import ConfigError, MegatronConfig, prepare_optimizer
+from hf_megatron import ConfigError, MegatronConfig, expert_load, prepare_optimizer
 from hf_megatron.core.fork_harness import run_ranks
 from hf_megatron.core.layouts import parse_layouts
+from hf_megatron.expert_parallel.padding import RouterPadding
 from hf_megatron.models.verification_gate import ConfigUnderTest
 from hf_megatron.parallel_state import parallel_state
 from hf_megatron.testing.tiny_model import draw_parameters
@@ -124,6 +125,83 @@ def test_biases_match_single_process(source, text, recompute):
     for name, bias in expected.items():
         torch.testing.assert_close(merged_biases[name], bias, rtol=0, atol=1e-6)
         assert bias.abs().max() > RATE
+
+
+def make_padded_batch(step, state, *, extra=0, left=False):
+    """Returns samples of 4, 7, 10 and 13 tokens, padded to 13 + `extra`; on a layout this dp rank's samples."""
+    ids, length = make_batch(step, None), 13 + extra
+    batch = {name: torch.zeros(4, length, dtype=torch.long) for name in ("input_ids", "attention_mask")}
+    batch["labels"] = torch.full((4, length), -100)
+    for sample, tokens in enumerate((4, 7, 10, 13)):
+        places = slice(length - tokens, length) if left else slice(tokens)
+        batch["input_ids"][sample, places] = batch["labels"][sample, places] = ids[sample, :tokens]
+        batch["attention_mask"][sample, places] = 1
+    if state is None:
+        return batch
+    return {name: value.tensor_split(state.mesh.dp_size)[state.mesh.dp_rank] for name, value in batch.items()}
+
+
+def count_choices(source):
+    """Returns the choices of the routers for the tokens that are not padding, by layer, in a single process."""
+    model, counts = AutoModelForCausalLM.from_pretrained(source).train(), {}
+    for sample, tokens in enumerate((4, 7, 10, 13)):
+        handles = [
+            module.register_forward_pre_hook(
+                lambda module, args, name=name: counts.__setitem__(
+                    name, counts.get(name, 0) + torch.bincount(args[1].flatten(), minlength=8)
+                )
+            )
+            for name, module in model.named_modules()
+            if name.endswith(".experts")
+        ]
+        model(input_ids=make_batch(0, None)[sample : sample + 1, :tokens])
+        for handle in handles:
+            handle.remove()
+    return counts
+
+
+def step_on_padded_batch(source, layout, options, sabotage=None):
+    """Returns the router biases after one step, and the expert load if the layout has expert parallelism."""
+    if sabotage is not None:
+        sabotage()
+    model = AutoModelForCausalLM.from_pretrained(source, megatron_config=layout).train()
+    optimizer = prepare_optimizer(torch.optim.SGD(model.parameters(), lr=0.01))
+    model(**make_padded_batch(0, parallel_state(model), **options)).loss.backward()
+    load = expert_load(model).tokens.tolist() if layout.ep_size > 1 else None
+    optimizer.step()
+    return copy_biases(model), load
+
+
+PADDED = [{}, {"extra": 6}, {"extra": 3, "left": True}]
+
+
+@pytest.mark.parametrize("text", ["dp2", "tp2+sp", "pp2+mb2", "cp2", "dp2+ep2", "tp2+ep2", "tp2+sp+ep2", "cp2+ep2"])
+def test_padding_counts_neither_in_biases_nor_in_load(source, text):
+    """Statistics of routers are those of the tokens that the loss counts, however far samples are padded."""
+    counts, layout = count_choices(source), parse_layout(text)
+    started = copy_biases(AutoModelForCausalLM.from_pretrained(source))
+
+    def on_rank():
+        return [step_on_padded_batch(source, layout, options) for options in PADDED]
+
+    for results in run_ranks(on_rank, layout.ranks_per_replica * (layout.dp_size or 1)):
+        for biases, load in results:
+            assert load in (None, [load.tolist() for load in counts.values()])
+            for name, bias in biases.items():
+                chosen = counts[f"{name.removesuffix(f'.gate.{NAME}')}.experts"]
+                expected = started[name] + RATE * (chosen.float().mean() - chosen).sign()
+                torch.testing.assert_close(bias, expected, rtol=0, atol=1e-6)
+
+
+def count_padding():
+    RouterPadding.drop = lambda self, name, chosen: chosen
+
+
+@pytest.mark.parametrize("text", ["dp2+ep2"])
+def test_counted_padding_is_detected(source, text):
+    layout, counts = parse_layout(text), count_choices(source)
+    for _, load in run_ranks(step_on_padded_batch, 2, source, layout, PADDED[1], count_padding):
+        assert load != [load.tolist() for load in counts.values()]
 
 
 def test_skipped_step_keeps_biases(source):

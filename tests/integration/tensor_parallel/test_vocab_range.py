@@ -7,6 +7,7 @@ from transformers import AutoModelForCausalLM
 from hf_megatron import RankError
 from hf_megatron.core.fork_harness import run_ranks
 from hf_megatron.core.layouts import parse_layouts
+from hf_megatron.tensor_parallel import vocab_parallel_head
 from hf_megatron.tensor_parallel.token_log_probs import token_log_probs
 
 VOCABULARY = 512
@@ -79,3 +80,31 @@ def test_missing_token_check_is_detected(stories):
 
     with pytest.raises(RankError, match="DID NOT RAISE"):
         run_ranks(on_rank, 2)
+
+
+@pytest.mark.parametrize("layout", ["tp2", "tp2+sp", "cp2", "tp2+cp2", "dp2"])
+@pytest.mark.parametrize("kind", [torch.int32, torch.int16])
+def test_labels_of_other_dtypes_raise(stories, layout, kind):
+    """torch's cross entropy takes class indices of 64 bits only; so does the vocab-parallel one, with its message."""
+
+    def read_error(config=None):
+        model = load_model(stories, config)[0].train()
+        batch = make_batch("labels", 5)
+        batch["labels"] = batch["labels"].to(kind)
+        with pytest.raises(RuntimeError) as error:
+            model(**batch)
+        return str(error.value)
+
+    expected, config = read_error(), parse_layouts(layout)[0]
+    ranks = config.ranks_per_replica * (config.dp_size or 1)
+    assert run_ranks(lambda: read_error(layout), ranks) == [expected] * ranks
+
+
+def test_unchecked_label_dtype_is_detected(stories):
+    def on_rank():
+        vocab_parallel_head.require_class_indices = lambda targets: None
+        model = load_model(stories, "tp2+sp")[0].train()
+        batch = make_batch("labels", 5)
+        return model(**batch | {"labels": batch["labels"].to(torch.int32)}).loss.item()
+
+    assert all(loss > 0 for loss in run_ranks(on_rank, 2))
