@@ -194,11 +194,6 @@ def prepare_tp(original: Callable, self: Any, *args: Any) -> Any:
     return list(args) if is_ours(self) else original(self, *args)
 
 
-def num_processes(original: Callable, self: Any) -> int:
-    """Returns the number of replicas, each with batches of its own: loops scale schedules and losses by it."""
-    return replicas(self) if is_ours(self) else original(self)
-
-
 def prepare_scheduler(original: Callable, self: Any, scheduler: Any) -> Any:
     """Prepares a scheduler that steps once per replica instead of once per rank."""
     prepared = original(self, scheduler)

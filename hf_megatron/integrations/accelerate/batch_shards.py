@@ -19,7 +19,7 @@ def begin(original: Callable, self: Any) -> None:
     """
     original(self)
     vars(self.gradient_state).pop(_ENDED, None)
-    shard = None if data_parallel_group() is None else find_batch_shard(self)
+    shard = None if get_batch_group() is None else find_batch_shard(self)
     if shard is None or shard.batch_size is None or shard.num_processes == 1:
         return
     is_plain = type(shard.batch_sampler) is BatchSampler and isinstance(shard.batch_sampler.sampler, Sized)
@@ -79,7 +79,7 @@ def last_batch_size(state: Any) -> int | None:
     Args:
         state: the Accelerator's `gradient_state`.
     """
-    replicas = 1 if (group := data_parallel_group()) is None else dist.get_world_size(group)
+    replicas = 1 if (group := get_batch_group()) is None else dist.get_world_size(group)
     return _last(state)[0] if is_filled_up(state, replicas) else None
 
 
@@ -116,7 +116,7 @@ def _remainder(state: Any) -> int:
     remainder = 0 if loader is None else max(loader.remainder, 0)
     if not remainder or not isinstance(loader, DataLoaderDispatcher):
         return remainder
-    replicas = 1 if (group := data_parallel_group()) is None else dist.get_world_size(group)
+    replicas = 1 if (group := get_batch_group()) is None else dist.get_world_size(group)
     return remainder * replicas // dist.get_world_size()
 
 
@@ -168,7 +168,7 @@ def batches_are_ours() -> bool:
     return type(AcceleratorState._shared_state.get("parallelism_config")).__name__ == "MegatronParallelismConfig"
 
 
-def data_parallel_group() -> Any:
+def get_batch_group() -> Any:
     """Returns the data-parallel group of the Accelerator in use, if this library set it up with more than one rank."""
     from accelerate.state import AcceleratorState
 
