@@ -38,6 +38,10 @@ def end(original: Callable, self: Any) -> None:
     """
     if vars(self.gradient_state).get(_COLLECTS):
         vars(self.gradient_state)[_ENDED] = weakref.ref(self)
+    if batches_are_ours():
+        from .shuffled_order import end_order
+
+        end_order(self)
     original(self)
 
 
@@ -155,10 +159,15 @@ def find_batch_shard(loader: Any) -> Any:
 
 def find_sampler(loader: Any) -> Any:
     """Returns the sampler that determines a loader's sample order, looking through batch samplers."""
-    sampler = loader.batch_sampler if loader.batch_sampler is not None else loader.sampler
-    while (inner := getattr(sampler, "batch_sampler", None) or getattr(sampler, "sampler", None)) is not None:
-        sampler = inner
-    return sampler
+    return list_samplers(loader)[-1]
+
+
+def list_samplers(loader: Any) -> list[Any]:
+    """Returns a loader's sampler and those inside it, the outermost first."""
+    samplers = [loader.batch_sampler if loader.batch_sampler is not None else loader.sampler]
+    while (inner := getattr(samplers[-1], "batch_sampler", None) or getattr(samplers[-1], "sampler", None)) is not None:
+        samplers.append(inner)
+    return samplers
 
 
 def batches_are_ours() -> bool:
