@@ -116,7 +116,7 @@ def main():
             **METHODS[args.method],
         ),
     )
-    if training_args.process_index == 0:
+    if training_args.should_log:
         model.print_trainable_parameters()
     trainer = Trainer(
         model,

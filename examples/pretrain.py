@@ -71,10 +71,11 @@ def main() -> None:
                 build(folder, args)
     tokenizer = AutoTokenizer.from_pretrained(args.tokenizer or folder / "tokenizer")
     model = AutoModelForCausalLM.from_config(new_llama_config(tokenizer), dtype="float32", megatron_config=layout)
-    replicas = options.world_size // args.tp_size
-    options.gradient_accumulation_steps, rest = divmod(args.global_batch_size, 4 * replicas)
+    # With a parallelized model, the world size counts replicas.
+    samples = 4 * options.world_size
+    options.gradient_accumulation_steps, rest = divmod(args.global_batch_size, samples)
     if rest or not options.gradient_accumulation_steps:
-        raise SystemExit(f"--global_batch_size {args.global_batch_size}: expected a multiple of {4 * replicas}.")
+        raise SystemExit(f"--global_batch_size {args.global_batch_size}: expected a multiple of {samples}.")
     data = datasets_from_megatron_args({
         "data-path": args.data_path or str(folder / "topics_text_document"),
         "split": "90,10,0",
@@ -91,7 +92,7 @@ def main() -> None:
     trainer.lr_scheduler = MegatronScheduler(trainer.optimizer, schedule, args.global_batch_size)
     trainer.train(resume_from_checkpoint=args.resume or None)
     loss = trainer.evaluate()["eval_loss"]
-    if options.process_index == 0:
+    if trainer.is_world_process_zero():
         print(f"evaluation loss {loss:.3f} after {trainer.state.global_step} steps")
 
 

@@ -181,8 +181,7 @@ def main():
     model = AutoModelForCausalLM.from_pretrained(training_args.output_dir).to(training_args.device).eval()
     with torch.no_grad():
         # Use Trainer's batches: the router loss of experts is not a mean over samples.
-        replicas = max(1, training_args.world_size // megatron_config.ranks_per_replica)
-        batch_size = training_args.per_device_eval_batch_size * replicas
+        batch_size = training_args.per_device_eval_batch_size * training_args.world_size
         batches = torch.tensor(data["test"]["input_ids"], device=model.device).split(batch_size)
         reloaded_loss = sum(model(input_ids=ids, labels=ids).loss.item() for ids in batches) / len(batches)
     prompt = tokenizer(args.prompt, return_tensors="pt").to(model.device)

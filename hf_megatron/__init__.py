@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from .integrations.trainer.callbacks.expert_load import ExpertLoadCallback
     from .integrations.trainer.termination import TerminationSignal
     from .models.registry import register_model
-    from .parallel_state import get_parallel_state
+    from .parallel_state import data_parallel_group, get_parallel_state
     from .parallelize import ParallelPlan, parallel_plan
     from .tensor_parallel.token_divergence import token_kl_divergences
     from .tensor_parallel.token_log_probs import TokenStatistics, token_log_probs, token_statistics
@@ -70,6 +70,7 @@ _LAZY = {
     "ParallelPlan": "parallelize",
     "Routing": "expert_parallel.router_replay",
     "expert_load": "expert_parallel.expert_load",
+    "data_parallel_group": "parallel_state",
     "get_parallel_state": "parallel_state",
     "local_named_parameters": "core.off_stage",
     "parallel_plan": "parallelize",
@@ -147,6 +148,7 @@ __all__ = [
     "__version__",
     "apply_recompute",
     "config_from_environment",
+    "data_parallel_group",
     "disable",
     "enable",
     "expert_load",

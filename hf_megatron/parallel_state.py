@@ -6,6 +6,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from .compat.instance_patches import ModelPatches
@@ -315,7 +316,24 @@ def parallel_state(model: Any) -> ParallelState | None:
     return vars(model).get(_STATE)
 
 
+def data_parallel_group() -> dist.ProcessGroup | None:
+    """Returns the ranks that hold the same shards and different batches: the group for a script's own collectives.
+
+        parts = [torch.empty_like(tensor) for _ in range(dist.get_world_size(group))]
+        dist.all_gather(parts, tensor, group=group)
+
+    Returns:
+        `ProcessGroup`: group of the most recently loaded parallelized model, one rank for each replica and in their
+        order; without such a model, the default group of the job, `None` in a process that has none.
+    """
+    models = RUNTIME.models
+    state = parallel_state(models[-1]) if models else None
+    if state is not None:
+        return state.mesh.dp_group
+    return dist.group.WORLD if dist.is_initialized() else None
+
+
 # Public name: `hf_megatron.parallel_state` is this module.
 get_parallel_state = parallel_state
 
-__all__ = ["ParallelState", "attach_state", "get_parallel_state", "parallel_state"]
+__all__ = ["ParallelState", "attach_state", "data_parallel_group", "get_parallel_state", "parallel_state"]

@@ -45,6 +45,7 @@ class ParallelMesh(Shared):
     def __init__(self, axes: Axes, device_type: str):
         self.axes = axes
         self.job = dist.group.WORLD
+        self.is_announced = False
         self.device_type = device_type
         sizes = tuple(axes.size(name) for name in WORLD_AXES)
         self.root = init_device_mesh(device_type, sizes, mesh_dim_names=WORLD_AXES)

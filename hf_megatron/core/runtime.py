@@ -4,6 +4,8 @@ models      existing parallelized models, in the order in which they were loaded
 meshes      meshes of this job's layouts, shared by models of one layout
 launch      parallelizes the models of a script that does not pass `megatron_config`
 context     the module whose forward shards the sequence over cp
+awaits_backward, has_warned_of_collective
+            whether a script's collectives are watched now, and whether one was reported (`torch/default_group.py`)
 """
 
 import weakref
@@ -18,6 +20,8 @@ class Runtime:
     meshes: dict[Any, Any] = field(default_factory=dict)
     launch: Any = None
     context: Any = None
+    awaits_backward: bool = False
+    has_warned_of_collective: bool = False
     _models: list[weakref.ref] = field(default_factory=list)
 
     @property

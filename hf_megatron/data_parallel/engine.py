@@ -72,6 +72,8 @@ class DataParallel(Shared):
         self._fsdp = FsdpGuards(model) if state.shards_weights else None
         self._part_versions = PartVersions()
         self._shared_batch = SharedBatch(state.mesh)
+        # Forwards after which a script's collectives over the default group are looked for.
+        self._watched_forwards = 3 if state.config.ranks_per_replica > 1 else 0
         self._left_inference_mode = ExitStack()
         self._optimizers: list[weakref.ref] = []
         self.parameters.mark(self.parameters.current(), self)
@@ -152,6 +154,9 @@ class DataParallel(Shared):
     @leave_uncompiled
     def _begin_forward(self, parameters: list[nn.Parameter], args: tuple, kwargs: dict[str, Any]) -> Any:
         """Prepares for a forward that records gradients; returns its arguments if they change."""
+        if self._watched_forwards and self.model.training:
+            self._watched_forwards -= 1
+            RUNTIME.awaits_backward = not RUNTIME.has_warned_of_collective
         self._modules.reject_backward_hooks(self.mesh)
         if self.parameters.uncompared:
             self.parameters.require_equal_on_ranks()

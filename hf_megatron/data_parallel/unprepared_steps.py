@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from ..core.off_stage import is_off_stage
+from ..core.runtime import RUNTIME
 from ..errors import ConfigError
 from .autograd_boundary import UNREDUCED, reject_untracked
 from .engine import get_engine, get_reducer
@@ -19,10 +20,13 @@ def before_unprepared_step(optimizer: torch.optim.Optimizer, args: tuple, kwargs
 
     Raises:
         ConfigError: if gradients are in buckets, where an unprepared optimizer does not find them.
-        UnsupportedError: if it holds tensors whose gradients are not reduced, or sums over parameters.
+        UnsupportedError: if it holds tensors whose gradients are not reduced, sums over parameters, or trains a model
+            that a launched script has not parallelized.
     """
     if MARK in vars(optimizer):
         return
+    if RUNTIME.launch is not None:
+        RUNTIME.launch.check_step(optimizer)
     groups = optimizer.param_groups
     if any(is_off_stage(parameter) for group in groups for parameter in group["params"]):
         vars(optimizer)[_LISTED] = [group["params"] for group in groups]

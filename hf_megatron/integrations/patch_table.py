@@ -17,6 +17,7 @@ _MODEL = "transformers.modeling_utils:PreTrainedModel"
 _MIXIN = "transformers.distributed.mixin:DistributedMixin"
 _GENERATION = "transformers.generation.utils:GenerationMixin"
 _TRAINER = "transformers.trainer:Trainer"
+_ARGUMENTS = "transformers.training_args:TrainingArguments"
 _ACCELERATOR = "accelerate.accelerator:Accelerator"
 
 _LAYOUTS = "transformers accepts parallel layouts from other libraries"
@@ -48,7 +49,7 @@ ENTRY_POINTS = frozenset(
         f"{_MODEL}._from_config",
         f"{_MODEL}.save_pretrained",
         "transformers.models.auto.auto_factory:_BaseAutoModelClass.from_pretrained",
-        "transformers.training_args:TrainingArguments.__post_init__",
+        f"{_ARGUMENTS}.__post_init__",
         f"{_TRAINER}._load_from_checkpoint",
         "transformers.trainer:get_last_checkpoint",
         f"{_ACCELERATOR}.__init__",
@@ -128,7 +129,7 @@ _ROWS: tuple[tuple[str, ...], ...] = (
      "ranks share one scheduler"),
     *((f"{_SWITCH}:{name}", "hf_megatron.losses.router_losses:row_mean", "treats local samples as the full batch",
        _ROUTERS) for name in ("load_balancing_loss_func", "router_z_loss_func")),
-    ("transformers.training_args:TrainingArguments.__post_init__", "transformers.training_arguments:post_init",
+    (f"{_ARGUMENTS}.__post_init__", "transformers.training_arguments:post_init",
      "reports a single process on every rank of a CPU job", "TrainingArguments joins the job's ranks on CPUs"),
     (f"{_TRAINER}.__init__", "trainer.trainer:init", "accepts settings that train incorrectly on a sharded model",
      _ALWAYS),
@@ -140,8 +141,6 @@ _ROWS: tuple[tuple[str, ...], ...] = (
      "averages gradients that are averaged already", _RANKS_PER_BATCH),
     (f"{_TRAINER}.get_tp_size", "trainer.trainer:get_tp_size",
      "divides by model-parallel ranks although the loss was not summed over them", _RANKS_PER_BATCH),
-    (f"{_TRAINER}.get_total_train_batch_size", "trainer.trainer:get_total_train_batch_size",
-     "counts the samples of every rank", _RANKS_PER_BATCH),
     (f"{_TRAINER}.floating_point_ops", "trainer.ramp_up:skip_missing_operations",
      "assumes a different number of calls per step", "Trainer supports batch-size ramp-up"),
     (f"{_TRAINER}.floating_point_ops", "trainer.trainer:floating_point_ops",
@@ -212,8 +211,29 @@ _ROWS: tuple[tuple[str, ...], ...] = (
      _ACCELERATE),
     (f"{_ACCELERATOR}.prepare_optimizer", "torch.optimizers:prepare_optimizer", "steps on full parameters",
      _ACCELERATE),
-    (f"{_ACCELERATOR}.num_processes", "accelerate.accelerator:num_processes",
-     "counts each model-parallel rank as a replica", _ACCELERATE),
+    *((f"{_ACCELERATOR}.{name}", f"accelerate.replicas:{name}", "counts each model-parallel rank as a replica",
+       _ACCELERATE) for name in ("num_processes", "process_index")),
+    (f"{_ACCELERATOR}.is_last_process", "accelerate.replicas:is_last_process",
+     "compares an index with a count, which are those of replicas", _ACCELERATE),
+    (f"{_ACCELERATOR}.profile", "accelerate.replicas:profile", "names the trace of a rank by its replica", _ACCELERATE),
+    (f"{_ACCELERATOR}.prepare_data_loader", "accelerate.shuffled_order:prepare_data_loader",
+     "finds a rank's batches by its place in the layout, and shuffles by another seed than a single process",
+     _ACCELERATE),
+    *((f"accelerate.data_loader:{name}.set_epoch", "accelerate.shuffled_order:set_epoch",
+       "looks for the sampler two levels deep, and finds none in a loader that skips and shards",
+       "Accelerate passes the epoch to samplers on all levels")
+      for name in ("DataLoaderShard", "DataLoaderDispatcher")),
+    ("accelerate.utils.random:AcceleratorState", "accelerate.replicas:seed_state",
+     "seeds the ranks of a replica differently", _ACCELERATE),
+    *((f"{_ARGUMENTS}.{name}", f"accelerate.replicas:{function}",
+       "counts each model-parallel rank as a replica", _RANKS_PER_BATCH)
+      for name, function in (("world_size", "world_size"), ("process_index", "training_process_index"))),
+    *((target, "accelerate.replicas:count_ranks", "is true on every rank of the first replica", _RANKS_PER_BATCH)
+      for target in (f"{_ARGUMENTS}.should_log", f"{_ARGUMENTS}.should_save", f"{_TRAINER}.is_world_process_zero")),
+    (f"{_ARGUMENTS}.main_process_first", "accelerate.replicas:main_process_first",
+     "lets no rank of a single replica wait", _RANKS_PER_BATCH),
+    ("accelerate.local_sgd:LocalSGD.__init__", "accelerate.accelerator:reject_local_sgd",
+     "averages weights whose gradients are averaged already", _ACCELERATE),
     (f"{_ACCELERATOR}.prepare_scheduler", "accelerate.accelerator:prepare_scheduler",
      "steps once per model-parallel rank", _ACCELERATE),
     (f"{_ACCELERATOR}.clip_grad_norm_", "accelerate.accelerator:clip_grad_norm_",
@@ -256,6 +276,8 @@ _ROWS: tuple[tuple[str, ...], ...] = (
     *((f"torch.nn.utils.clip_grad:{name}.func", f"torch.optimizers:{name.removeprefix('_')}",
        "treats local gradients as complete", "torch's norm supports pipelines and gradients that are reduced late")
       for name in ("clip_grad_norm_", "_get_total_norm", "_clip_grads_with_norm_")),
+    ("torch.distributed.distributed_c10d:_get_default_group", "torch.default_group:default_group",
+     "counts a sample once per rank of its replica", _ALWAYS),
     ("torch.distributed.distributed_c10d:_get_default_timeout", "accelerate.process_group:default_timeout",
      "gives new groups a timeout of 30 minutes regardless of the job", "torch gives new groups the job's timeout"),
     ("torch.nn.parallel.distributed:DistributedDataParallel.__init__", "torch.ddp_check:data_parallel",
@@ -320,8 +342,7 @@ _ROWS: tuple[tuple[str, ...], ...] = (
          "accepts any model", _TRL), ( "concatenated_forward", f"trl.losses:{name}_forward",
          "averages over local tokens", "TRL counts tokens over ranks", ), )),
     *((f"trl.trainer.{name.lower()}_trainer:{target.format(name)}", f"trl.online:{function}", stock, _RANKS_PER_BATCH)
-      for name in ("GRPO", "RLOO", "Distillation") for target, function, stock in ( ("set_seed", "seed_replicas",
-         "draws otherwise on ranks that share prompts"), ("shuffle_sequence_dict", "shuffle",
+      for name in ("GRPO", "RLOO", "Distillation") for target, function, stock in ( ("shuffle_sequence_dict", "shuffle",
          "shuffles the rows of each rank by themselves"), ("{}Trainer._prepare_inputs", "prepare_inputs",
          "does not say whose rows it shuffles"), ("{}Trainer.prediction_step", "predict_over_replicas",
          "keeps this rank's part of an evaluation's loss"), )),
@@ -335,8 +356,6 @@ _ROWS: tuple[tuple[str, ...], ...] = (
          "forgets which experts were chosen", ), ( "trainer:{}Trainer._compute_loss", "trl.online:compute_global_loss",
          "averages over local tokens", ), ( "trainer:{}Trainer._calculate_rewards", "trl.online:calculate_rewards",
          "calls reward functions on each rank of a batch", ), )),
-    (f"{_ACCELERATOR}.process_index", "trl.online:process_index", "counts each model-parallel rank as a replica",
-     _RANKS_PER_BATCH),
     *((f"accelerate.utils.operations:{name}", f"accelerate.gather_functions:{function}",
        "gathers duplicates from model-parallel ranks", _ACCELERATE)
       for name, function in (("_gpu_gather", "gather_by_name"), ("_gpu_gather_object", "gather_object_by_name"))),

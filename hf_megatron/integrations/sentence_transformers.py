@@ -31,12 +31,12 @@ _COMPARE_ROWS = frozenset(
 
 def get_rank(original: Callable) -> int:
     """Returns the data-parallel rank, the position of this rank's samples among gathered embeddings."""
-    from .accelerate.batch_shards import batches_are_ours, data_parallel_group
+    from .accelerate.batch_shards import batches_are_ours, get_batch_group
 
     if not batches_are_ours():
         rank: int = original()
         return rank
-    return 0 if (group := data_parallel_group()) is None else dist.get_rank(group)
+    return 0 if (group := get_batch_group()) is None else dist.get_rank(group)
 
 
 def gather_embeddings(original: Callable, tensor: Tensor, with_grad: bool = False) -> Tensor:
@@ -45,12 +45,12 @@ def gather_embeddings(original: Callable, tensor: Tensor, with_grad: bool = Fals
     Raises:
         UnsupportedError: on all ranks, if their batch sizes differ.
     """
-    from .accelerate.batch_shards import batches_are_ours, data_parallel_group
+    from .accelerate.batch_shards import batches_are_ours, get_batch_group
 
     if not batches_are_ours():
         joined: Tensor = original(tensor, with_grad)
         return joined
-    if (group := data_parallel_group()) is None:
+    if (group := get_batch_group()) is None:
         return tensor
     rows = _samples_on_all_ranks(tensor, group)
     if with_grad:

@@ -64,11 +64,7 @@ def init(original: Callable, self: Any, *args: Any, **kwargs: Any) -> None:
 
 
 def _with_data(arguments: dict[str, Any]) -> dict[str, Any]:
-    """Adds a data loader configuration that gives the ranks of a replica the same samples and other replicas others.
-
-    Unless the loop configures it, shuffling depends on one seed and the epoch alone: upstream draws from a generator
-    whose state at the start of the epoch is not saved, so the order could not be resumed.
-    """
+    """Adds a data loader configuration that gives the ranks of a replica the same samples and other replicas others."""
     from accelerate.utils import DataLoaderConfiguration
 
     parallelism = arguments["parallelism_config"]
@@ -76,7 +72,7 @@ def _with_data(arguments: dict[str, Any]) -> dict[str, Any]:
     ranks_per_replica, dp_size = parallelism.tp_size, parallelism.dp_shard_size
     configuration = arguments.get("dataloader_config")
     if configuration is None:
-        configuration = DataLoaderConfiguration(use_seedable_sampler=True, data_seed=_broadcast_seed())
+        configuration = DataLoaderConfiguration()
     if ranks_per_replica > 1 and dp_size > 1:
         if configuration.dispatch_batches:
             raise UnsupportedError(
@@ -88,19 +84,9 @@ def _with_data(arguments: dict[str, Any]) -> dict[str, Any]:
         configuration = dataclasses.replace(configuration, dispatch_batches=False)
     arguments = arguments | {"dataloader_config": configuration}
     if dp_size == 1 and arguments.get("rng_types") is None:
-        # A shuffling sampler draws its seed from torch's generator; with one dp rank upstream does not synchronize it.
+        # Samplers may draw from torch's generator; with one dp rank upstream does not synchronize it.
         arguments["rng_types"] = ["torch", "generator"]
     return arguments
-
-
-def _broadcast_seed() -> int:
-    import torch
-    import torch.distributed as dist
-
-    seed: list[Any] = [torch.random.initial_seed()]
-    if dist.is_initialized():
-        dist.broadcast_object_list(seed, src=0)
-    return seed[0]
 
 
 def prepare_model(
@@ -194,9 +180,16 @@ def prepare_tp(original: Callable, self: Any, *args: Any) -> Any:
     return list(args) if is_ours(self) else original(self, *args)
 
 
-def num_processes(original: Callable, self: Any) -> int:
-    """Returns the number of replicas, each with batches of its own: loops scale schedules and losses by it."""
-    return replicas(self) if is_ours(self) else original(self)
+def reject_local_sgd(
+    original: Callable, self: Any, accelerator: Any, model: Any, local_sgd_steps: int, enabled: bool = True
+) -> None:
+    """Rejects LocalSGD on several replicas, whose gradients are averaged in every step."""
+    if enabled and is_ours(accelerator) and replicas(accelerator) > 1:
+        raise UnsupportedError(
+            f"LocalSGD is not supported on {replicas(accelerator)} data-parallel ranks, which average their gradients "
+            "in every step: it would train as without it. Pass enabled=False."
+        )
+    original(self, accelerator, model, local_sgd_steps, enabled)
 
 
 def prepare_scheduler(original: Callable, self: Any, scheduler: Any) -> Any:

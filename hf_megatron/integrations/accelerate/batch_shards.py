@@ -19,7 +19,7 @@ def begin(original: Callable, self: Any) -> None:
     """
     original(self)
     vars(self.gradient_state).pop(_ENDED, None)
-    shard = None if data_parallel_group() is None else find_batch_shard(self)
+    shard = None if get_batch_group() is None else find_batch_shard(self)
     if shard is None or shard.batch_size is None or shard.num_processes == 1:
         return
     is_plain = type(shard.batch_sampler) is BatchSampler and isinstance(shard.batch_sampler.sampler, Sized)
@@ -38,6 +38,10 @@ def end(original: Callable, self: Any) -> None:
     """
     if vars(self.gradient_state).get(_COLLECTS):
         vars(self.gradient_state)[_ENDED] = weakref.ref(self)
+    if batches_are_ours():
+        from .shuffled_order import end_order
+
+        end_order(self)
     original(self)
 
 
@@ -79,7 +83,7 @@ def last_batch_size(state: Any) -> int | None:
     Args:
         state: the Accelerator's `gradient_state`.
     """
-    replicas = 1 if (group := data_parallel_group()) is None else dist.get_world_size(group)
+    replicas = 1 if (group := get_batch_group()) is None else dist.get_world_size(group)
     return _last(state)[0] if is_filled_up(state, replicas) else None
 
 
@@ -116,7 +120,7 @@ def _remainder(state: Any) -> int:
     remainder = 0 if loader is None else max(loader.remainder, 0)
     if not remainder or not isinstance(loader, DataLoaderDispatcher):
         return remainder
-    replicas = 1 if (group := data_parallel_group()) is None else dist.get_world_size(group)
+    replicas = 1 if (group := get_batch_group()) is None else dist.get_world_size(group)
     return remainder * replicas // dist.get_world_size()
 
 
@@ -155,10 +159,15 @@ def find_batch_shard(loader: Any) -> Any:
 
 def find_sampler(loader: Any) -> Any:
     """Returns the sampler that determines a loader's sample order, looking through batch samplers."""
-    sampler = loader.batch_sampler if loader.batch_sampler is not None else loader.sampler
-    while (inner := getattr(sampler, "batch_sampler", None) or getattr(sampler, "sampler", None)) is not None:
-        sampler = inner
-    return sampler
+    return list_samplers(loader)[-1]
+
+
+def list_samplers(loader: Any) -> list[Any]:
+    """Returns a loader's sampler and those inside it, the outermost first."""
+    samplers = [loader.batch_sampler if loader.batch_sampler is not None else loader.sampler]
+    while (inner := getattr(samplers[-1], "batch_sampler", None) or getattr(samplers[-1], "sampler", None)) is not None:
+        samplers.append(inner)
+    return samplers
 
 
 def batches_are_ours() -> bool:
@@ -168,7 +177,7 @@ def batches_are_ours() -> bool:
     return type(AcceleratorState._shared_state.get("parallelism_config")).__name__ == "MegatronParallelismConfig"
 
 
-def data_parallel_group() -> Any:
+def get_batch_group() -> Any:
     """Returns the data-parallel group of the Accelerator in use, if this library set it up with more than one rank."""
     from accelerate.state import AcceleratorState
 

@@ -12,7 +12,8 @@ import torch
 import torch.distributed as dist
 
 from ...errors import DataError
-from .batch_shards import data_parallel_group, find_batch_shard, find_sampler, get_batch_mesh
+from .batch_shards import batches_are_ours, find_batch_shard, find_sampler, get_batch_group, get_batch_mesh
+from .shuffled_order import begin_order
 
 
 def make_dispatcher(original: Callable, self: Any, *args: Any, **kwargs: Any) -> None:
@@ -27,9 +28,11 @@ def iterate(original: Callable, self: Any) -> Iterator[Any]:
 
     The stock iteration reads one batch ahead to flag the last one, so every rank flags the same batch.
     """
-    group = data_parallel_group()
+    group = get_batch_group()
     base = self.base_dataloader
     _require_own_order(base)
+    if batches_are_ours():
+        begin_order(base)
     if group is not None and "_hf_megatron_seen" not in vars(base):
         from ..trainer.global_batches import draw_for_all_ranks, read_full_stream
 

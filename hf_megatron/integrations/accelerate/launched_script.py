@@ -9,6 +9,7 @@ raises with the reason.
 """
 
 import argparse
+import gc
 import os
 import runpy
 import sys
@@ -20,6 +21,7 @@ from typing import Any
 from ...compat.patch_registry import PATCH_REGISTRY
 from ...config import MegatronConfig, validate_world_size
 from ...core.runtime import RUNTIME
+from ...data_parallel.engine import get_engine
 from ...errors import MegatronError, PlanError, UnsupportedError, UnverifiedLayoutError
 from ...parallel_state import parallel_state
 from .environment import config_from_environment, export_layout, job_world_size
@@ -41,6 +43,7 @@ class Launch:
         self.layout = layout
         self._reasons: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
         self._said: set[str] = set()
+        self._checked_optimizers: weakref.WeakSet[Any] = weakref.WeakSet()
 
     def make(
         self,
@@ -81,6 +84,27 @@ class Launch:
             reason = self._reasons.get(model, _BY_HAND)
             raise UnsupportedError(f"{type(model).__name__} was not parallelized and cannot be trained: {reason}")
 
+    def check_step(self, optimizer: Any) -> None:
+        """Checks before an optimizer's first step that it trains a parallelized model.
+
+        Raises:
+            UnsupportedError: it trains a replicated transformers model, or the script has parallelized no model.
+        """
+        if optimizer in self._checked_optimizers:
+            return
+        weights = {id(weight): weight for group in optimizer.param_groups for weight in group["params"]}
+        if not any(get_engine(weight) is not None for weight in weights.values()):
+            owners = [model for model in _list_models() if any(id(weight) in weights for weight in model.parameters())]
+            for model in owners if all(parallel_state(model) is None for model in owners) else ():
+                self.require_parallelized(model)
+            if not RUNTIME.models:
+                raise UnsupportedError(
+                    f"{type(optimizer).__name__} trains weights of no parallelized model, and the script has created "
+                    f"none: the layout {self.layout.layout()} would be ignored. Start the script without -m "
+                    "hf_megatron."
+                )
+        self._checked_optimizers.add(optimizer)
+
     def _say(self, text: str) -> None:
         import torch.distributed as dist
 
@@ -92,6 +116,13 @@ class Launch:
 def _model(loaded: Any) -> Any:
     # With `output_loading_info` the result is a tuple of the model and the loading info.
     return loaded[0] if isinstance(loaded, tuple) else loaded
+
+
+def _list_models() -> list[Any]:
+    """Returns the transformers models of this process; searched for once per optimizer."""
+    from transformers import PreTrainedModel
+
+    return [found for found in gc.get_objects() if issubclass(type(found), PreTrainedModel)]
 
 
 def _is_inside_model_init() -> bool:

@@ -40,6 +40,7 @@ def run_backward(
 
     Rejects gradients with respect to inputs, of any shape, that user hooks of sharded modules have received as copies.
     """
+    RUNTIME.awaits_backward = False
     if RUNTIME.models:
         from ...data_parallel.engine import all_engines
         from ...tensor_parallel.user_hooks.hooks import reject_hook_inputs

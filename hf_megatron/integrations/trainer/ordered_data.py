@@ -20,6 +20,7 @@ from ...datasets.ramp_up import BatchRampUp
 from ...datasets.streams import SampleStream
 from ...errors import DataError
 from ...parallel_state import parallel_state
+from ..accelerate.environment import job_world_size
 from . import length_samplers
 from .sample_counter import PLAIN, OwnOrder, SamplesCallback, get_order, get_stream
 
@@ -57,7 +58,7 @@ def count_rows(trainer: Any, loader: Any) -> None:
             workers = f"dataloader_num_workers={args.dataloader_num_workers}"
             raise DataError(f"{workers}: each worker would read only some samples of the stream. Expected 1 or 0.")
         _require_countable(args, stream.ramp_up, batch)
-        require_all_rows(stream, loader, args.world_size)
+        require_all_rows(stream, loader)
         stream.batch = batch
         # Shuffled `datasets` streams have a different order inside a worker process.
         stream.order_key["workers"] = args.dataloader_num_workers
@@ -71,12 +72,13 @@ def count_rows(trainer: Any, loader: Any) -> None:
     trainer.callback_handler.callbacks.insert(0, counting)
 
 
-def require_all_rows(stream: SampleStream | None, loader: Any, ranks: int) -> None:
+def require_all_rows(stream: SampleStream | None, loader: Any) -> None:
     """Checks that each rank reads all samples of a stream; other data passes.
 
     Raises:
         DataError: a MosaicML dataset that is configured to shard its samples over the ranks.
     """
+    ranks = job_world_size()
     if stream is None or not stream.is_mosaic or ranks == 1:
         return
     if isinstance(loader, DataLoaderDispatcher):

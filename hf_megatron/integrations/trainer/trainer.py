@@ -54,9 +54,10 @@ def init(original: Callable, self: Any, model: Any = None, args: Any = None, *re
             "TrainingArguments.torch_compile compiles the full model, which is not supported. Compile each layer "
             "instead: `for layer in model.model.layers: layer.compile()`."
         )
-    if args.world_size != dist.get_world_size():
+    joined_ranks = 1 if args.distributed_state is None else args.distributed_state.num_processes
+    if joined_ranks != dist.get_world_size():
         raise ConfigError(
-            f"TrainingArguments reports {args.world_size} process(es), the job has {dist.get_world_size()}. On CPUs "
+            f"TrainingArguments reports {joined_ranks} process(es), the job has {dist.get_world_size()}. On CPUs "
             "pass TrainingArguments(use_cpu=True), or create them after the model."
         )
     reject_other_trl_trainers(self)
@@ -148,14 +149,8 @@ def sync_replicated_trainable_parameters(original: Callable, self: Any, model: A
 
 
 def get_tp_size(original: Callable, self: Any) -> int:
-    """Returns 1: `num_processes` counts replicas here, so Trainer must not divide it by ranks per replica."""
+    """Returns 1: `num_processes` and `world_size` count replicas, so Trainer must not divide them again."""
     return original(self) if self.model is None or parallel_state(self.model) is None else 1
-
-
-def get_total_train_batch_size(original: Callable, self: Any, args: Any) -> int:
-    """Returns the samples per optimizer step, summed over data-parallel replicas instead of all ranks."""
-    state = parallel_state(self.model)
-    return original(self, args) // (1 if state is None else state.config.ranks_per_replica)
 
 
 def finalize_training(original: Callable, self: Any, *args: Any, **kwargs: Any) -> Any:

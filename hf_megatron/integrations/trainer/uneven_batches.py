@@ -43,7 +43,7 @@ def evaluation_loop(original: Callable, self: Any, dataloader: Any, *args: Any, 
     """
     stream = get_stream(dataloader)
     require_ending(stream, stream if stream is not None and stream.batch else None)
-    require_all_rows(stream, dataloader, self.args.world_size)
+    require_all_rows(stream, dataloader)
     require_full_evaluation(self, dataloader)
     pad_for_evaluation(self, dataloader)
     return original(self, dataloader, *args, **kwargs)

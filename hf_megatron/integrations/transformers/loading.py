@@ -42,6 +42,7 @@ from ...parallel_state import ParallelState, parallel_state
 from ...parallelize import install, parallel_hooks, parallel_plan, place, plan_verified
 from ..accelerate.environment import job_world_size
 from ..accelerate.process_group import ensure_process_group
+from ..accelerate.replicas import announce_replicas
 from ..hub.hooks import check_part
 from .checkpoint_formats import opened
 from .quantization import finish_quantization, plan_quantization, quantize_arrived, requested
@@ -323,6 +324,7 @@ def _finish(model: Any, quantizer: Any = None) -> None:
     finish_quantization(model, quantizer, state)
     _enable_memory_savings(model, state)
     install(model)
+    announce_replicas(state)
     apply_recompute(model, state.config.recompute)
     model.register_load_state_dict_pre_hook(accept_full_tensors)
     for attribute, value in (

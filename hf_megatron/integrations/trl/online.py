@@ -25,31 +25,13 @@ from ...core.communication.rng import broadcast_state
 from ...errors import UnsupportedError
 from ...expert_parallel.router_replay import ABSENT
 from ...parallel_state import ParallelState, parallel_state
-from ..accelerate.batch_shards import batches_are_ours, data_parallel_group
 from ..accelerate.gathering import EvaluationLoss
 from .routing import COMPLETIONS, PROMPTS, replaying, replays, with_routing
 
-# Trainer that prepares the samples of a step, and whether it slices its own samples from gathered ones.
+# Trainer that prepares the samples of a step.
 _TRAINER: ContextVar[Any] = ContextVar("trainer that makes the rows of a step", default=None)
-_SLICES: ContextVar[bool] = ContextVar("whether rows are taken of those of all replicas", default=False)
 # Name of the reward function that this rank calls for its replica.
 _CALLS_ALONE: ContextVar[str | None] = ContextVar("reward function that one rank calls", default=None)
-
-
-def process_index(original: Callable, self: Any) -> int:
-    """Returns the replica index while a trainer slices its samples from gathered ones; otherwise the global rank."""
-    if not _SLICES.get():
-        return original(self)
-    group = data_parallel_group()
-    return 0 if group is None else dist.get_rank(group)
-
-
-def seed_replicas(original: Callable, seed: int, device_specific: bool = False, *args: Any, **kwargs: Any) -> None:
-    """Sets one seed per replica, instead of one per rank."""
-    if device_specific and batches_are_ours():
-        group = data_parallel_group()
-        seed, device_specific = seed + (0 if group is None else dist.get_rank(group)), False
-    original(seed, device_specific, *args, **kwargs)
 
 
 def prepare_inputs(original: Callable, self: Any, generation_batch: Any) -> Any:
@@ -63,13 +45,8 @@ def prepare_inputs(original: Callable, self: Any, generation_batch: Any) -> Any:
 
 def generate_and_score(original: Callable, self: Any, inputs: Any) -> Any:
     """Generates and scores completions for the prompts of this replica."""
-    if parallel_state(self.model) is None:
-        return original(self, inputs)
-    token = _SLICES.set(True)
-    try:
-        return with_routing(lambda: original(self, inputs)) if replays(self) else original(self, inputs)
-    finally:
-        _SLICES.reset(token)
+    is_replaying = parallel_state(self.model) is not None and replays(self)
+    return with_routing(lambda: original(self, inputs)) if is_replaying else original(self, inputs)
 
 
 def calculate_rewards(original: Callable, self: Any, *args: Any, **kwargs: Any) -> Tensor:

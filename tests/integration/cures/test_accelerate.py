@@ -3,6 +3,7 @@
 import pytest
 import torch
 from accelerate import Accelerator, FullyShardedDataParallelPlugin
+from accelerate.local_sgd import LocalSGD
 from accelerate.utils import DataLoaderConfiguration
 from torch.utils.data import DataLoader, IterableDataset
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM
@@ -193,3 +194,35 @@ def train_in_launch(path):
 
 def test_launched_script_creates_the_model_by_an_auto_class(stories):
     compare_steps(stories, train_in_launch, 2, stories)
+
+
+def train_stock_module(expects_error):
+    module = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    module(torch.ones(1, 2)).sum().backward()
+    before = module.weight.detach().clone()
+    if expects_error:
+        follow_launcher()
+        with pytest.raises(UnsupportedError, match="SGD trains weights of no parallelized model.*Start the script"):
+            optimizer.step()
+        return torch.equal(module.weight, before)
+    optimizer.step()
+    return not torch.equal(module.weight, before)
+
+
+@pytest.mark.parametrize("expects_error", [True, False])
+def test_script_without_a_parallelized_model_is_started_without_launcher(expects_error):
+    assert run_ranks(train_stock_module, 2, expects_error) == [True, True]
+
+
+def test_local_sgd_is_disabled_on_replicas(stories):
+    def on_rank():
+        model = load_model(stories, DP2)
+        accelerator = Accelerator(cpu=True)
+        with pytest.raises(UnsupportedError, match="LocalSGD is not supported on 2 data-parallel ranks.*enabled=False"):
+            LocalSGD(accelerator, model, 2)
+        with LocalSGD(accelerator=accelerator, model=model, local_sgd_steps=2, enabled=False) as local:
+            local.step()
+        return measure_prepared(accelerator, model)
+
+    compare_steps(stories, on_rank)

@@ -240,7 +240,7 @@ def test_training_resumes_on_another_layout(stories, tmp_path, alone):
 @pytest.mark.parametrize(
     "fault",
     [
-        (batch_shards, "data_parallel_group", lambda: None),
+        (batch_shards, "get_batch_group", lambda: None),
         (replaced, "gather_from_ranks", lambda *given, sum_gradient: gather_from_ranks(*given)),
     ],
     ids=["own negatives only", "own gradient only"],

@@ -138,7 +138,7 @@ def run_long_loop(path, config, blocks, folder, resume=False, kill=False):
                 log.write(json.dumps([step, *entry]) + "\n")
         if step == 20 and not resume:
             accelerator.save_state(folder / "saved")
-        if kill and step == 25 and accelerator.process_index == 1:
+        if kill and step == 25 and torch.distributed.get_rank() == 1:
             os.kill(os.getpid(), signal.SIGKILL)
 
 

@@ -9,6 +9,7 @@ import textwrap
 import pytest
 import torch
 from accelerate import Accelerator
+from torch.nn.parallel import DistributedDataParallel
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -23,6 +24,7 @@ from transformers import (
 )
 
 from hf_megatron import MegatronConfig, UnsupportedError, config_from_environment
+from hf_megatron.compat.patch_registry import PATCH_REGISTRY
 from hf_megatron.core.fork_harness import run_ranks
 from hf_megatron.core.runtime import RUNTIME
 from hf_megatron.integrations.accelerate.environment import export_layout
@@ -125,6 +127,7 @@ def test_layout_round_trips_through_environment(layout, monkeypatch):
 
 def run_in_launch(function, layout, *args):
     """Runs a function as if it were a launched script."""
+    PATCH_REGISTRY.activate()
     RUNTIME.launch = Launch(layout)
     try:
         return function(*args)
@@ -177,6 +180,42 @@ def train_unparallelized_models(path, output):
 
 def test_unparallelized_models_are_not_trained(stories, tmp_path):
     assert run_ranks(run_in_launch, 2, train_unparallelized_models, TP2, stories, tmp_path) == [True, True]
+
+
+def step_by_hand(path, wrapped):
+    """Trains a model of a class in a plain loop; returns whether the weights are unchanged after the rejected step."""
+    model = LlamaForCausalLM(AutoConfig.from_pretrained(path))
+    if wrapped:
+        model = DistributedDataParallel(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    ids = torch.arange(3, 11)[None]
+    model(input_ids=ids, labels=ids).loss.backward()
+    before = [weight.detach().clone() for weight in model.parameters()]
+    with pytest.raises(UnsupportedError, match="LlamaForCausalLM was not parallelized and cannot be trained: it was"):
+        optimizer.step()
+    return all(map(torch.equal, model.parameters(), before))
+
+
+@pytest.mark.parametrize(("layout", "wrapped"), [(TP2, False), (MegatronConfig(dp_size=2), True)])
+def test_plain_loops_do_not_train_models_of_a_class(stories, layout, wrapped):
+    assert run_ranks(run_in_launch, 2, step_by_hand, layout, stories, wrapped) == [True, True]
+
+
+def step_in_plain_loops(path):
+    """Trains a parallelized model and another module by unprepared optimizers in one script."""
+    model, head = AutoModelForCausalLM.from_pretrained(path), torch.nn.Linear(2, 1)
+    ids = torch.arange(3, 11)[None]
+    for module, loss in ((model, model(input_ids=ids, labels=ids).loss), (head, head(torch.ones(1, 2)).sum())):
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+        loss.backward()
+        optimizer.step()
+        optimizer.step()
+    return True
+
+
+@pytest.mark.parametrize("layout", [TP2, PP2])
+def test_plain_loops_train_parallelized_models(stories, layout):
+    assert run_ranks(run_in_launch, 2, step_in_plain_loops, layout, stories) == [True, True]
 
 
 def run_failing_script(script, layout):

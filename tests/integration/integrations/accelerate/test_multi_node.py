@@ -22,22 +22,22 @@ import hf_megatron, torch
 import torch.distributed as dist
 from accelerate import Accelerator
 accelerator = Accelerator()
-total = torch.tensor([float(accelerator.process_index)])
+total = torch.tensor([float(dist.get_rank())])
 dist.all_reduce(total)
 host = os.readlink("/proc/self/ns/net")
 hosts = [None] * dist.get_world_size()
 dist.all_gather_object(hosts, host)
 tp = dist.get_process_group_ranks(accelerator.torch_device_mesh["tp"].get_group())
 result = {
-    "rank": accelerator.process_index,
+    "rank": dist.get_rank(),
     "world": dist.get_world_size(),
     "total": total.item(),
     "layout": hf_megatron.config_from_environment().to_dict(),
     "hosts": len(set(hosts)),
     "tp_hosts": len({hosts[rank] for rank in tp}),
-    "gathered": accelerator.gather(torch.tensor([accelerator.process_index])).tolist(),
+    "gathered": accelerator.gather(torch.tensor([dist.get_rank()])).tolist(),
 }
-with open(os.path.join(sys.argv[1], f"{accelerator.process_index}.json"), "w") as file:
+with open(os.path.join(sys.argv[1], f"{dist.get_rank()}.json"), "w") as file:
     json.dump(result, file)
 accelerator.end_training()
 """

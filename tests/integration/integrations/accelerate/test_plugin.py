@@ -4,6 +4,7 @@ import types
 
 import pytest
 import torch
+import torch.distributed as dist
 from accelerate import Accelerator, skip_first_batches
 from accelerate.tracking import GeneralTracker
 from accelerate.utils import DataLoaderConfiguration, MegatronLMPlugin
@@ -108,8 +109,8 @@ def test_gather_is_over_dp_and_drops_padding_samples(name):
             tensors += accelerator.gather_for_metrics(batch).tolist()
             objects += accelerator.gather_for_metrics([f"sample {i}" for i in batch.tolist()])
             nested += accelerator.gather_for_metrics({"ids": (batch, batch[:, None])})["ids"][1][:, 0].tolist()
-        everything = accelerator.gather(torch.tensor([accelerator.process_index]))
-        scalar = accelerator.gather(torch.tensor(float(accelerator.process_index)))
+        everything = accelerator.gather(torch.tensor([dist.get_rank()]))
+        scalar = accelerator.gather(torch.tensor(float(dist.get_rank())))
         return tensors, objects, nested, everything.tolist(), scalar.reshape(-1).tolist()
 
     world, fields = LAYOUTS[name]
@@ -123,7 +124,7 @@ def test_gather_is_over_dp_and_drops_padding_samples(name):
 def test_reduce_counts_each_batch_once(name):
     def reduce_counts():
         accelerator = make_accelerator(name)
-        local_count = torch.tensor([1.0 + accelerator.process_index // accelerator.parallelism_config.tp_size])
+        local_count = torch.tensor([1.0 + accelerator.process_index])
         return [accelerator.reduce({"count": local_count}, kind)["count"].item() for kind in ("sum", "mean", "max")]
 
     expected = [3.0, 1.5, 2.0] if "dp2" in name else [1.0, 1.0, 1.0]
@@ -219,7 +220,7 @@ def test_trackers_log_once():
         accelerator = make_accelerator("tp2 x dp2", log_with=notes)
         accelerator.init_trackers("run", config={"lr": 0.1})
         accelerator.log({"loss": 1.5}, step=3)
-        assert accelerator.is_main_process == (accelerator.process_index == 0)
+        assert accelerator.is_main_process == (dist.get_rank() == 0)
         accelerator.end_training()
         return notes.logged
 

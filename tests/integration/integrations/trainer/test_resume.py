@@ -28,6 +28,7 @@ from hf_megatron.cli import app
 from hf_megatron.conversion import convert
 from hf_megatron.core.fork_harness import run_ranks
 from hf_megatron.parallelize import parallel_state
+from tests.integration.integrations.accelerate.test_shuffled_order import EpochSampler
 from tests.integration.integrations.trainer.test_trainer import rows
 
 LAYOUTS = {
@@ -107,6 +108,26 @@ def test_trainer_resumes_on_another_layout(stories, tmp_path, uninterrupted, sav
         assert (loss, norm) == pytest.approx((expected_loss, expected_norm), rel=1e-5)
     for name, weight in uninterrupted[1].items():
         torch.testing.assert_close(weights[name], weight, rtol=0, atol=3e-4)
+
+
+def train_in_epoch_order(*args, **kwargs):
+    """Trains on samples whose order the sampler derives from the epoch."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Trainer, "_get_train_sampler", lambda self, *_: EpochSampler(range(24)))
+        return train(*args, **kwargs)
+
+
+@pytest.mark.parametrize("name", ["dp2", "dp2 zero3"])
+def test_resume_within_an_epoch_continues_its_order(stories, tmp_path, name):
+    """An epoch has three steps; the run is interrupted after the first one of the second epoch."""
+    [(expected, _, _)] = run_ranks(train_in_epoch_order, 1, stories, tmp_path / "one", None, save_strategy="no")
+    options = {"steps": 6, "save_steps": 4}
+    run_ranks(train_in_epoch_order, 2, stories, tmp_path / "two", LAYOUTS[name], stop=4, **options)
+    resumed = run_ranks(train_in_epoch_order, 2, stories, tmp_path / "two", LAYOUTS[name], resume=True, **options)
+    for log, _, _ in resumed:
+        assert [step for step, _, _ in log[-2:]] == [5, 6]
+        for values, expected_values in zip(log[-2:], expected[-2:], strict=True):
+            assert values == pytest.approx(expected_values, rel=2e-5)
 
 
 def test_trainer_resumes_from_a_converted_checkpoint(stories, tmp_path, uninterrupted):

@@ -26,7 +26,6 @@ from hf_megatron.core.fork_harness import run_ranks
 from hf_megatron.errors import RankError
 from hf_megatron.expert_parallel import router_replay
 from hf_megatron.integrations.transformers import generation
-from hf_megatron.integrations.trl import online
 from hf_megatron.parallel_state import parallel_state
 from tests.integration.integrations.trl import test_base
 from tests.integration.integrations.trl.test_base import StopsAt, adapter, compare, preferences
@@ -392,7 +391,7 @@ def gather_rewards_over_world(model, monkeypatch):
 
 
 def use_first_replica_samples(model, monkeypatch):
-    monkeypatch.setattr(online, "data_parallel_group", lambda: None)
+    monkeypatch.setattr(Accelerator, "process_index", property(lambda self: 0))
 
 
 def normalize_by_all_ranks(model, monkeypatch):

@@ -1,0 +1,87 @@
+"""Order of shuffled Accelerate loops: a single process's, also when an interrupted epoch continues.
+
+A `RandomSampler` draws a seed from torch's generator in each epoch. For several replicas, upstream gives the sampler a
+generator of its own when the loader is prepared, which is another order.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from accelerate.data_loader import DataLoaderShard, SkipBatchSampler
+from torch.utils.data import RandomSampler
+
+from .batch_shards import batches_are_ours, find_sampler, list_samplers
+from .plugin import is_ours
+from .replicas import count_ranks
+
+
+class SharedOrderSampler(RandomSampler):
+    """A `RandomSampler` without a generator whose ranks use the order that the first rank draws.
+
+    Attributes:
+        order_seed (`int`, *optional*): seed of the order of the epoch that is being read.
+        saved_seed (`int`, *optional*): seed of the epoch in which the loaded checkpoint was saved.
+        continues (`bool`): whether the next iteration continues the saved epoch, because it skips batches.
+    """
+
+    order_seed: int | None = None
+    saved_seed: int | None = None
+    continues: bool = False
+
+    def __iter__(self) -> Any:
+        # Drawn in any case, as upstream does, so that torch's generator advances as in a single process.
+        seeds = [int(torch.empty((), dtype=torch.int64).random_().item())]
+        if self.continues and self.saved_seed is not None:
+            seeds = [self.saved_seed]
+        elif dist.is_initialized():
+            dist.broadcast_object_list(seeds, src=0)
+        self.saved_seed, self.order_seed = None, seeds[0]
+        generator = torch.Generator().manual_seed(seeds[0])
+        return iter(
+            RandomSampler(
+                self.data_source, replacement=self.replacement, num_samples=self._num_samples, generator=generator
+            )
+        )
+
+
+def prepare_data_loader(original: Callable, self: Any, data_loader: Any, *args: Any, **kwargs: Any) -> Any:
+    """Prepares a data loader by the rank's place in the layout; a shuffled one keeps a single process's order."""
+    if not is_ours(self):
+        return original(self, data_loader, *args, **kwargs)
+    sampler, random_state = find_sampler(data_loader), torch.get_rng_state()
+    is_shuffled = type(sampler) is RandomSampler and sampler.generator is None
+    prepared = count_ranks(original, self, data_loader, *args, **kwargs)
+    # Seedable samplers are replaced, and a dispatching loader iterates on the first rank only.
+    if is_shuffled and isinstance(prepared, DataLoaderShard) and find_sampler(prepared) is sampler:
+        # For several replicas, upstream has drawn a seed and set a generator.
+        torch.set_rng_state(random_state)
+        sampler.generator = None
+        sampler.__class__ = SharedOrderSampler
+        prepared.synchronized_generator = None
+        prepared.rng_types = [kind for kind in prepared.rng_types or () if kind != "generator"]
+    return prepared
+
+
+def set_epoch(original: Callable, self: Any, epoch: int) -> None:
+    """Passes the epoch to the samplers on all levels; upstream's search ends above one that skips and shards."""
+    original(self, epoch)
+    if batches_are_ours():
+        for sampler in list_samplers(self):
+            if hasattr(sampler, "set_epoch"):
+                sampler.set_epoch(epoch)
+
+
+def begin_order(loader: Any) -> None:
+    """Continues the order of a saved epoch if the loader skips batches; called before each iteration."""
+    sampler = find_sampler(loader)
+    if isinstance(sampler, SharedOrderSampler):
+        sampler.continues = any(isinstance(one, SkipBatchSampler) for one in list_samplers(loader))
+
+
+def end_order(loader: Any) -> None:
+    """Forgets the order of an epoch that was read to its end."""
+    sampler = find_sampler(loader)
+    if isinstance(sampler, SharedOrderSampler):
+        sampler.order_seed = None
