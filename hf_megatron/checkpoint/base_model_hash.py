@@ -30,6 +30,11 @@ def base_identity(model: Any) -> dict[str, Any]:
     return dict(state.placed[_NAME])
 
 
+def forget_identity(state: ParallelState) -> None:
+    """Discards the digests of a base model whose weights were replaced."""
+    state.placed.pop(_NAME, None)
+
+
 def identity_in_one_process(model: Any, prefix: str) -> dict[str, Any]:
     """Returns the identity of a base model that is not parallelized.
 

@@ -130,10 +130,10 @@ def initialize_missing(model: Any, state: ParallelState, names: set[str]) -> Non
         return initialize(model, state.shardings, names, seed=seed, axes=state.axes, device=device)
     drawing = [rank for rank, (some, _) in enumerate(ranks) if some]
     if drawing:
-        _share_generator(0)
+        share_generator(0)
         _draw_next(model, state, names)
         # Ranks without missing weights have drawn nothing; adopt the state of a rank that has.
-        _share_generator(drawing[0])
+        share_generator(drawing[0])
 
 
 def _draw_next(model: Any, state: ParallelState, names: set[str]) -> None:
@@ -161,7 +161,7 @@ def _children_first(module: nn.Module, name: str = "") -> Iterator[tuple[str, nn
     yield name, module
 
 
-def _share_generator(source: int) -> None:
+def share_generator(source: int) -> None:
     """Broadcasts the state of torch's generator from one rank."""
     shared: list[Any] = [torch.get_rng_state()]
     dist.broadcast_object_list(shared, src=source)

@@ -77,7 +77,7 @@ _ROWS: tuple[tuple[str, ...], ...] = (
     (f"{_MODEL}.push_to_hub", "hub.hooks:push_to_hub", "uploads from every rank", _LAYOUTS),
     (f"{_MODEL}._initialize_missing_keys", "transformers.loading:initialize_missing_keys",
      "draws different weights on every layout", "transformers draws the global tensor and keeps the shard"),
-    (f"{_MODEL}.resize_token_embeddings", "transformers.saving:resize_token_embeddings",
+    (f"{_MODEL}.resize_token_embeddings", "transformers.resizing:resize_token_embeddings",
      "resizes the local shard of the embedding", "transformers resizes sharded embeddings"),
     (f"{_MIXIN}.prepare_distribute_model", "transformers.loading:prepare_distribute_model",
      "creates the mesh of its own layouts", _LAYOUTS),

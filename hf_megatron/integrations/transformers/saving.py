@@ -7,7 +7,7 @@ from typing import Any
 from ...checkpoint.merged_export import save_merged
 from ...compat.patch_registry import PATCH_REGISTRY
 from ...config import MegatronConfig
-from ...errors import ConfigError, UnsupportedError
+from ...errors import ConfigError
 from ...parallel_state import model_inside, parallel_state
 from ..hub.hooks import push_saved
 from .checkpoint_formats import save_in_format
@@ -52,13 +52,3 @@ def get_model_param_count(original: Callable, model: Any, trainable_only: bool =
     if state is None or state.pipeline is None:
         return original(model, trainable_only)
     return model_inside(model).num_parameters(only_trainable=trainable_only)
-
-
-def resize_token_embeddings(original: Callable, self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Raises `UnsupportedError` for a parallelized model: its embeddings are sharded."""
-    if parallel_state(self) is not None:
-        raise UnsupportedError(
-            f"{type(self).__name__}.resize_token_embeddings of a parallelized model. Load it in a single process, "
-            "resize and save it, and load the result with megatron_config."
-        )
-    return original(self, *args, **kwargs)
