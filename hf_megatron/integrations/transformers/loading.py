@@ -192,7 +192,7 @@ def _reject_router_settings(config: MegatronConfig) -> None:
 
 def _load(original: Callable, cls: Any, layout: MegatronConfig, path: Any, /, *args: Any, **kwargs: Any) -> Any:
     """Loads a checkpoint of any format through transformers' loader."""
-    quantizer = None
+    quantizer, ignore_mismatched = None, False
     if layout.is_parallel:
         quantizer = requested(kwargs.pop("quantization_config", None))
     output_loading_info = kwargs.pop("output_loading_info", False)
@@ -200,7 +200,8 @@ def _load(original: Callable, cls: Any, layout: MegatronConfig, path: Any, /, *a
         arguments = {**kwargs, **source.arguments, "output_loading_info": True}
         if layout.is_parallel:
             arguments = {"weights_only": True, **arguments, "distributed_config": LoadRequest(layout, quantizer)}
-            # Mismatched shapes are reported by `check_loaded` with their names, on all ranks.
+            # `check_loaded` reports mismatched shapes on all ranks, unless the caller ignores them.
+            ignore_mismatched = bool(arguments.get("ignore_mismatched_sizes"))
             arguments["ignore_mismatched_sizes"] = True
         with quiet_loading() if dist.is_initialized() and dist.get_rank() else contextlib.nullcontext():
             # Steps 3 to 5 run inside.
@@ -212,7 +213,7 @@ def _load(original: Callable, cls: Any, layout: MegatronConfig, path: Any, /, *a
         # 6. Check. Each rank of a pipeline knows only of its own stages' weights, so errors are shared.
         with propagate_errors(f"Loading {path}"):
             check_part(model, info, path)
-            check_loaded(model, info, strict=layout.strict_loading)
+            check_loaded(model, info, strict=layout.strict_loading, ignore_mismatched=ignore_mismatched)
         _finish(model, quantizer)
     return (model, info) if output_loading_info else model
 
