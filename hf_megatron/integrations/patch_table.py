@@ -260,9 +260,10 @@ _ROWS: tuple[tuple[str, ...], ...] = (
      "gives new groups a timeout of 30 minutes regardless of the job", "torch gives new groups the job's timeout"),
     ("torch.nn.parallel.distributed:DistributedDataParallel.__init__", "torch.ddp_check:data_parallel",
      "averages shards of different weights", _ALWAYS),
-    *((f"transformers.integrations.peft:PeftAdapterMixin.{name}", "torch.ddp_check:own_adapters",
-       "saves a model's adapters without gathering them", "it is parallelized too")
-      for name in ("add_adapter", "load_adapter")),
+    ("transformers.integrations.peft:PeftAdapterMixin.add_adapter", "torch.ddp_check:own_adapters",
+     "saves a model's adapters without gathering them", "it is parallelized too"),
+    ("transformers.integrations.peft:PeftAdapterMixin.load_adapter", "peft.loading:load_adapter",
+     "loads shards by its own plans", _ALWAYS),
     ("peft.peft_model:PeftModel.__init__", "peft.injection:init", "ignores the layout", _ALWAYS),
     ("peft.mixed_model:PeftMixedModel.__init__", "peft.injection:init_mixed", "ignores the layout", _ALWAYS),
     ("peft.peft_model:PeftModel._setup_prompt_encoder", "peft.injection:setup_prompt_encoder", "ignores the layout",
