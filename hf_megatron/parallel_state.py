@@ -99,6 +99,9 @@ class DataParallelEngine(Protocol):
     def gradients_apart(self) -> AbstractContextManager[None]:
         """Leaves no gradients of backwards inside, and reduces none."""
 
+    def replaced(self, parameters: list[Tensor]) -> None:
+        """Registers that parameters, of any shape, were replaced by others of another size."""
+
     def full_root(self) -> AbstractContextManager[None]:
         """Unshards the weights outside the layers for module calls without gradients, in ZeRO stage 3."""
 

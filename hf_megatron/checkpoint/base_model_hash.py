@@ -30,6 +30,11 @@ def base_identity(model: Any) -> dict[str, Any]:
     return dict(state.placed[_NAME])
 
 
+def forget_identity(state: ParallelState) -> None:
+    """Discards the digests of a base model whose weights were replaced."""
+    state.placed.pop(_NAME, None)
+
+
 def identity_in_one_process(model: Any, prefix: str) -> dict[str, Any]:
     """Returns the identity of a base model that is not parallelized.
 
@@ -38,7 +43,7 @@ def identity_in_one_process(model: Any, prefix: str) -> dict[str, Any]:
     """
 
     def is_base_name(name: str) -> bool:
-        return not any(part.startswith((prefix, "modules_to_save")) for part in name.split("."))
+        return not any(part.startswith((prefix, "modules_to_save", "token_adapter")) for part in name.split("."))
 
     named = model.named_parameters(remove_duplicate=False)
     shapes = [tuple(parameter.shape) for name, parameter in named if is_base_name(name)]

@@ -116,24 +116,32 @@ def initialize(
 def initialize_missing(model: Any, state: ParallelState, names: set[str]) -> None:
     """Initializes placeholders of a parallelized model, on each rank the local ones; collective.
 
-    A model without any loaded weights is initialized by `initialize`. Modules that a class adds to a checkpoint get
-    the values that a single process would draw: the generator of rank 0 is broadcast, draws in transformers' order,
-    and ends in the state that it would have in a single process.
+    A model without any loaded weights is initialized by `initialize`. Modules that a class adds to a checkpoint, and
+    those whose weights have another shape in it, get the values that a single process would draw: the generator of
+    rank 0 is broadcast, draws in transformers' order, stage by stage of a pipeline, and ends in the state that it would
+    have in a single process.
     """
     # The loader may consider a tied weight loaded.
     tied = getattr(model, "all_tied_weights_keys", {})
     all_missing = all(name in names or name in tied for name, _ in model.named_parameters(remove_duplicate=False))
-    ranks: list[tuple[bool, bool]] = [(False, False)] * dist.get_world_size()
-    dist.all_gather_object(ranks, (bool(names), all_missing))
+    cut = state.cut
+    # Pipeline rank -> its missing weights; tied ones are drawn with the first stage's by both ranks that hold them.
+    by_owner: dict[int, set[str]] = {}
+    for name in names:
+        by_owner.setdefault(0 if cut is None else cut.owner(name), set()).add(name)
+    ranks: list[tuple[set[int], bool]] = [(set(), False)] * dist.get_world_size()
+    dist.all_gather_object(ranks, (set(by_owner), all_missing))
     if all(all_missing for _, all_missing in ranks):
         seed, device = state.config.seed, state.mesh.device
         return initialize(model, state.shardings, names, seed=seed, axes=state.axes, device=device)
-    drawing = [rank for rank, (some, _) in enumerate(ranks) if some]
-    if drawing:
-        _share_generator(0)
-        _draw_next(model, state, names)
-        # Ranks without missing weights have drawn nothing; adopt the state of a rank that has.
-        _share_generator(drawing[0])
+    # Each stage continues with the generator of the one before it, and at the end all adopt the last one's.
+    source, owners = 0, sorted({owner for some, _ in ranks for owner in some})
+    for owner in owners:
+        share_generator(source)
+        _draw_next(model, state, by_owner.get(owner, set()))
+        source = next(rank for rank, (some, _) in enumerate(ranks) if owner in some)
+    if owners:
+        share_generator(source)
 
 
 def _draw_next(model: Any, state: ParallelState, names: set[str]) -> None:
@@ -161,7 +169,7 @@ def _children_first(module: nn.Module, name: str = "") -> Iterator[tuple[str, nn
     yield name, module
 
 
-def _share_generator(source: int) -> None:
+def share_generator(source: int) -> None:
     """Broadcasts the state of torch's generator from one rank."""
     shared: list[Any] = [torch.get_rng_state()]
     dist.broadcast_object_list(shared, src=source)

@@ -28,7 +28,7 @@ def check_weight_index(path: str | os.PathLike[str]) -> None:
                 raise CheckpointError(f"{index} references {shard!r}, which is outside the checkpoint folder.")
 
 
-def check_loaded(model: Any, info: dict[str, Any], *, strict: bool) -> None:
+def check_loaded(model: Any, info: dict[str, Any], *, strict: bool, ignore_mismatched: bool = False) -> None:
     """Raises `CheckpointError` for missing, surplus or mis-shaped weights, with the option that disables the check.
 
     The head that a class adds to the base model, such as for classification, may be missing completely, together with
@@ -36,14 +36,15 @@ def check_loaded(model: Any, info: dict[str, Any], *, strict: bool) -> None:
     base model. A language model's head must be present. A pooler that the class does not have, and heads in addition
     to the class's own (BERT's `cls.seq_relationship`), may be surplus.
     """
-    problems = []
-    mismatched = info.get("mismatched_keys") or ()
+    problems, advice = [], []
+    mismatched = () if ignore_mismatched else info.get("mismatched_keys") or ()
     if mismatched:
         listing = [
             f"{name}: file {tuple(file_shape)}, model {tuple(model_shape)}"
             for name, file_shape, model_shape in sorted(mismatched)[:5]
         ]
         problems.append(f"{len(mismatched)} mis-shaped ({'; '.join(listing)})")
+        advice.append(" Pass ignore_mismatched_sizes=True to initialize the mis-shaped ones.")
     missing, surplus = set(info.get("missing_keys") or ()), set(info.get("unexpected_keys") or ())
     heads = _heads(model)
     if heads is not None and missing in (heads, heads | _pooler(model)):
@@ -55,12 +56,15 @@ def check_loaded(model: Any, info: dict[str, Any], *, strict: bool) -> None:
         names = sorted(keys)
         if names and strict:
             problems.append(f"{len(names)} {kind} ({', '.join(names[:5])}{', ...' if len(names) > 5 else ''})")
+            advice.append(
+                " To initialize missing weights or ignore unexpected ones, load with "
+                "MegatronConfig(strict_loading=False)."
+            )
     if info.get("error_msgs"):
         problems.append(str(info["error_msgs"]))
     if problems:
         raise CheckpointError(
-            f"The weights do not match {type(model).__name__}: {'; '.join(problems)}. To initialize missing weights or "
-            "ignore unexpected ones, load with MegatronConfig(strict_loading=False)."
+            f"The weights do not match {type(model).__name__}: {'; '.join(problems)}.{''.join(dict.fromkeys(advice))}"
         )
 
 

@@ -123,6 +123,12 @@ def dtensor_from_local(local: torch.Tensor, like: DTensor) -> DTensor:
     )
 
 
+def resized_dtensor(local: torch.Tensor, like: DTensor, shape: torch.Size) -> DTensor:
+    """Creates a DTensor of another contiguous global `shape` on the mesh of `like`, from its local shard."""
+    stride = torch.empty(shape, device="meta").stride()
+    return DTensor.from_local(local, like.device_mesh, like.placements, run_check=False, shape=shape, stride=stride)
+
+
 def all_reduce_partial_(tensor: DTensor) -> None:
     """All-reduces a partial DTensor of any shape in place (`_spec` and `_local_tensor` are private)."""
     placements = [Replicate() if placement.is_partial() else placement for placement in tensor.placements]

@@ -86,6 +86,51 @@ def unwrapped_class(cls: type) -> type:
     return cls.__mro__[2] if issubclass(cls, FSDPModule) else cls
 
 
+def replace_sharded(
+    model: Any, parameter: torch.nn.Parameter, local: torch.Tensor, shape: torch.Size
+) -> torch.nn.Parameter:
+    """Replaces a weight that FSDP2 shards by one of another shape (private in torch 2.11 to 2.13).
+
+    Args:
+        local: the new weight, `[...]`, as the other axes leave it on this rank.
+        shape: its global shape.
+    """
+    from torch.distributed.fsdp import FSDPModule, OffloadPolicy
+    from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+
+    groups = [m._get_fsdp_state()._fsdp_param_group for m in model.modules() if isinstance(m, FSDPModule)]
+    group, index = next(
+        (group, index)
+        for group in groups
+        if group is not None
+        for index, sharded in enumerate(group.fsdp_params)
+        if sharded.sharded_param is parameter
+    )
+    old, full = group.fsdp_params[index], local
+    if old.is_dtensor:
+        spec, stride = old._unsharded_dtensor_spec, torch.empty(shape, device="meta").stride()
+        full = DTensor.from_local(local, spec.mesh, spec.placements, run_check=False, shape=shape, stride=stride)
+    weight = torch.nn.Parameter(full, requires_grad=parameter.requires_grad)
+    old._post_load_hook_handle.remove()
+    new = FSDPParam(
+        weight,
+        old._module_info,
+        old.mesh_info,
+        old.post_forward_mesh_info,
+        old.device,
+        None,
+        old.mp_policy,
+        OffloadPolicy(),
+    )
+    new._param_fqn = old._param_fqn
+    if hasattr(old, "param_dtype"):
+        # The unit ran before.
+        new.init_dtype_attrs(new.mp_policy)
+    group.fsdp_params[index] = new
+    vars(new.sharded_param)[_UNIT] = new
+    return new.sharded_param
+
+
 def find_units(root: Any) -> None:
     """Initializes FSDP2's units below a root, as its first forward does."""
     root._get_fsdp_state()._lazy_init()

@@ -26,6 +26,7 @@ from .engine import DataParallel, get_engine
 from .fsdp import reshard
 from .grad_norm import clip_grad_norm, has_finite_gradients
 from .grad_sync_groups import GradSyncGroup
+from .model_parameters import REPLACED, reject_replaced
 from .optimizer_state import StateByParameter
 from .param_gather import ParamAllGather
 from .step_status import GradStatus
@@ -127,11 +128,13 @@ class ShardedOptimizer:
     Attributes:
         step_was_skipped: whether the last step was skipped because a gradient was not finite.
         leaves: main params of this rank, in the order of the groups.
+        holds_replaced: whether one of its parameters was replaced by one of another size.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, engine: DataParallel):
         self.optimizer, self.engine = optimizer, engine
         self.step_was_skipped = False
+        self.holds_replaced = False
         self.leaves: list[MainParam] = []
         self._used: GradStatus | None = None
         self._publishers: list[ParamAllGather] = []
@@ -246,6 +249,10 @@ class ShardedOptimizer:
     def parameters(self) -> list[nn.Parameter]:
         return [leaf.parameter for leaf in self.leaves]
 
+    def find_replaced(self) -> None:
+        """Finds out whether the groups have parameters that were replaced by others of another size."""
+        self.holds_replaced = any(REPLACED in vars(parameter) for parameter in _parameters(self.optimizer))
+
     def come_last(self) -> None:
         """Moves this step pre-hook to the end, so that user hooks still find the model parameters in the groups."""
         step_hook_last(self.optimizer, self._hook)
@@ -258,6 +265,8 @@ class ShardedOptimizer:
                 "reduced before the step. Compute loss and gradients first, then call step() without a closure."
             )
         engine = self.engine
+        if self.holds_replaced:
+            reject_replaced(optimizer, _parameters(optimizer))
         engine.check_before_step()
         may_wait = not is_async_device(engine.mesh.device)
         with torch.no_grad():

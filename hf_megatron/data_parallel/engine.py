@@ -35,7 +35,7 @@ from .fsdp_checks import FsdpGuards, reject_copy
 from .grad_reducer import GradientReducer
 from .grad_store import GradStore, PlainGradients
 from .inplace_edits import PartVersions, unedited
-from .model_parameters import MARK, ModelParameters
+from .model_parameters import MARK, REPLACED, ModelParameters
 from .module_checks import ModuleGuards
 from .step_status import StepCallbacks, StepStatus
 
@@ -55,6 +55,7 @@ class DataParallel(Shared):
         forward_status (`ForwardStatus`): what is known of the autograd graph.
         is_rerunning: whether a step is being recomputed, which must leave no gradients.
         pipeline_backwards (`int`): number of backwards through a pipeline that have added to `.grad`.
+        has_replaced: whether parameters were replaced by others of another size; optimizers may hold the old ones.
     """
 
     def __init__(self, model: nn.Module, state: ParallelState):
@@ -68,6 +69,7 @@ class DataParallel(Shared):
         self.forward_status = ForwardStatus()
         self.is_rerunning = False
         self.pipeline_backwards = 0
+        self.has_replaced = False
         self._modules = ModuleGuards(model)
         self._fsdp = FsdpGuards(model) if state.shards_weights else None
         self._part_versions = PartVersions()
@@ -254,6 +256,20 @@ class DataParallel(Shared):
             return False
         self.scan()
         return True
+
+    def replaced(self, parameters: list[Tensor]) -> None:
+        """Registers that parameters, of any shape, were replaced by others of another size.
+
+        Optimizers that hold the old ones raise before their next step.
+        """
+        self.has_replaced = True
+        for parameter in parameters:
+            vars(parameter)[REPLACED] = True
+        for optimizer in self.optimizers:
+            optimizer.find_replaced()
+        if self._fsdp is not None:
+            self._fsdp.scan()
+        self.scan()
 
     @leave_uncompiled
     def sync_user_edits(self) -> None:

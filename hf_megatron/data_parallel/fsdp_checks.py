@@ -144,8 +144,13 @@ class FsdpGuards:
     """Checks that run before each forward of a model with ZeRO stage 3."""
 
     def __init__(self, model: nn.Module):
-        self._places = SplitPlaces(model)
+        self.model = model
         self._dtypes: list[torch.dtype] = []
+        self.scan()
+
+    def scan(self) -> None:
+        """Registers the parameters that FSDP2 has sharded."""
+        self._places = SplitPlaces(self.model)
 
     @property
     def has_run(self) -> bool:

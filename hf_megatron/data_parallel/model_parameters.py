@@ -1,6 +1,7 @@
 """Parameters of a data-parallel model: the current list, their shardings and the ranks that average their gradients."""
 
 import operator
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -18,6 +19,8 @@ from .grad_sync_groups import GradSyncGroup
 
 # Stock loops pass parameters, not models: each parameter refers to its engine.
 MARK = "_hf_megatron"
+# Attribute of a parameter that was replaced by one of another size.
+REPLACED = "_hf_megatron_replaced"
 
 
 class ModelParameters(Shared):
@@ -170,6 +173,15 @@ class ModelParameters(Shared):
 
 def _has_local(module: nn.Module) -> bool:
     return any(parameter is not None and not is_off_stage(parameter) for parameter in module._parameters.values())
+
+
+def reject_replaced(optimizer: torch.optim.Optimizer, parameters: Iterable[Tensor]) -> None:
+    """Raises `ConfigError` if an optimizer's parameters, of any shape, were replaced since it was created."""
+    if any(REPLACED in vars(parameter) for parameter in parameters):
+        raise ConfigError(
+            f"{type(optimizer).__name__} was created before resize_token_embeddings and holds the embeddings of the "
+            "old size. Create the optimizer after resizing."
+        )
 
 
 def carries_engine(parameter: torch.Tensor) -> bool:

@@ -1,5 +1,6 @@
 """Step hooks of optimizers that were not prepared: off-stage parameters and unreduced gradients."""
 
+from itertools import chain
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ from ..core.runtime import RUNTIME
 from ..errors import ConfigError
 from .autograd_boundary import UNREDUCED, reject_untracked
 from .engine import get_engine, get_reducer
-from .model_parameters import MARK
+from .model_parameters import MARK, reject_replaced
 
 _LISTED = "_hf_megatron_listed"
 
@@ -19,7 +20,8 @@ def before_unprepared_step(optimizer: torch.optim.Optimizer, args: tuple, kwargs
     """Removes off-stage parameters from an unprepared optimizer's groups for the step.
 
     Raises:
-        ConfigError: if gradients are in buckets, where an unprepared optimizer does not find them.
+        ConfigError: if gradients are in buckets, where an unprepared optimizer does not find them, or if it holds
+            parameters that were replaced.
         UnsupportedError: if it holds tensors whose gradients are not reduced, sums over parameters, or trains a model
             that a launched script has not parallelized.
     """
@@ -38,6 +40,8 @@ def before_unprepared_step(optimizer: torch.optim.Optimizer, args: tuple, kwargs
     first = parameters[0] if parameters else None
     engine = None if first is None else get_engine(first)
     if engine is not None:
+        if engine.has_replaced:
+            reject_replaced(optimizer, chain(*vars(optimizer).get(_LISTED, ()), parameters))
         engine.reject_sums_over_parameters(optimizer)
         engine.check_before_step()
     if first is not None and get_reducer(first) is not None:

@@ -38,7 +38,7 @@ def install(model: Any, state: ParallelState) -> None:
         state.cut.boundary.is_filled = True
         state.cut.boundary.owner = state.data_parallel
         register_side_weights(model, state.cut.off_stage_names, state.data_parallel, state.mesh.device)
-        register_off_stage_weights(model, counts.sizes.keys())
+        register_off_stage_weights(model, counts.names)
         share_tied_weights(model, state.cut.sources)
         state.data_parallel.scan()
         state.patches.replace(model, "num_parameters", types.MethodType(counts.bound(state), model))

@@ -146,6 +146,14 @@ class Placeholder(OffStageModule, nn.Module):
             raise TypeError(f"'{self._kind.__name__}' object is not iterable")
         return iter(self._parts.values())
 
+    def resize_weight(self, name: str, shape: torch.Size) -> None:
+        """Replaces an off-stage parameter by one of another `shape`."""
+        old = self._parameters[name]
+        assert old is not None and self._progress.owner is not None
+        self._weights[name] = self._weights[name].new_empty(shape)
+        weight = as_parameter(self._off_stage(self._weights[name]), self._progress.owner, old.requires_grad)
+        self._parameters[name] = weight  # type: ignore[assignment]
+
     def share_weight(self, name: str, parameter: nn.Parameter) -> None:
         """Registers a tied parameter, of any shape, that another module of this rank has."""
         self._parameters[name] = parameter

@@ -1,5 +1,6 @@
 """Parameter counts of the full model; each rank of a pipeline holds its own stages only."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -13,14 +14,14 @@ from ..parallel_state import ParallelState
 
 @dataclass(frozen=True)
 class ParameterCounts:
-    """Sizes of all parameters of a model.
+    """Names of all parameters of a model, whose sizes are in the plan.
 
     Attributes:
-        sizes: name -> number of entries; a tied parameter has its first name.
+        names: names of all parameters; a tied parameter has its first name.
         embeddings: names of embedding weights.
     """
 
-    sizes: dict[str, int]
+    names: tuple[str, ...]
     embeddings: frozenset[str]
 
     @classmethod
@@ -29,8 +30,8 @@ class ParameterCounts:
         embeddings = {f"{name}.weight" for name, module in model.named_modules() if isinstance(module, nn.Embedding)}
         # On the meta device, a tied weight is a separate parameter under each of its names.
         tied = model.all_tied_weights_keys
-        sizes = {name: p.numel() for name, p in model.named_parameters() if name not in tied}
-        return cls(sizes, frozenset(embeddings))
+        names = tuple(name for name, _ in model.named_parameters() if name not in tied)
+        return cls(names, frozenset(embeddings))
 
     def bound(self, state: ParallelState) -> Callable[..., int]:
         """Returns the replacement of `model.num_parameters`."""
@@ -39,7 +40,7 @@ class ParameterCounts:
             """Returns the parameter count of the full model; collective over the pipeline with `only_trainable`."""
             left_out = self.embeddings if exclude_embeddings else frozenset()
             if not only_trainable:
-                return sum(size for name, size in self.sizes.items() if name not in left_out)
+                return sum(math.prod(state.shardings[name].shape) for name in self.names if name not in left_out)
             cut = state.cut
             assert cut is not None
             counted = sum(

@@ -7,7 +7,6 @@ from ...errors import UnsupportedError
 
 # Settings without a recorded parity result, and their disabled values.
 _OFF: dict[str, tuple[Any, ...]] = {
-    "trainable_token_indices": (None,),
     "layer_replication": (None,),
     "use_qalora": (False,),
     "ensure_weight_tying": (False,),
@@ -61,6 +60,12 @@ def require_supported(config: Any, state: Any) -> None:
         value = getattr(config, name, values[0])
         if value not in values:
             reject_adapter(f"{type(config).__name__}.{name} = {value!r}", f"valid is {values[0]!r}")
+    tokens = getattr(config, "trainable_token_indices", None)
+    if tokens is not None and (state.has_dtensors or state.axes.size("pp") > 1 or state.axes.size("cp") > 1):
+        reject_adapter(
+            f"LoraConfig.trainable_token_indices = {tokens!r} with tp_size, pp_size or cp_size > 1, or zero_stage = 3",
+            "the loss and the sharded vocabulary read the embedding directly; use data parallelism with zero_stage=2",
+        )
     initial = getattr(config, "init_lora_weights", True)
     if not any(re.fullmatch(pattern, str(initial)) for pattern in _INITIAL):
         reject_adapter(f"LoraConfig.init_lora_weights = {initial!r}", f"valid are {', '.join(_INITIAL)}")

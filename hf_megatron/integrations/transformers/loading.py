@@ -44,6 +44,7 @@ from ..accelerate.environment import job_world_size
 from ..accelerate.process_group import ensure_process_group
 from ..accelerate.replicas import announce_replicas
 from ..hub.hooks import check_part
+from ..peft.loading import find_base_model
 from .checkpoint_formats import opened
 from .quantization import finish_quantization, plan_quantization, quantize_arrived, requested
 from .weight_conversion import expose_full_tensors, own_part, stop_exposing_full_tensors
@@ -193,15 +194,17 @@ def _reject_router_settings(config: MegatronConfig) -> None:
 
 def _load(original: Callable, cls: Any, layout: MegatronConfig, path: Any, /, *args: Any, **kwargs: Any) -> Any:
     """Loads a checkpoint of any format through transformers' loader."""
-    quantizer = None
+    quantizer, load_adapter, ignore_mismatched = None, None, False
     if layout.is_parallel:
+        path, load_adapter = find_base_model(path, kwargs)
         quantizer = requested(kwargs.pop("quantization_config", None))
     output_loading_info = kwargs.pop("output_loading_info", False)
     with opened(cls, path, kwargs, layout) as source:
         arguments = {**kwargs, **source.arguments, "output_loading_info": True}
         if layout.is_parallel:
             arguments = {"weights_only": True, **arguments, "distributed_config": LoadRequest(layout, quantizer)}
-            # Mismatched shapes are reported by `check_loaded` with their names, on all ranks.
+            # `check_loaded` reports mismatched shapes on all ranks, unless the caller ignores them.
+            ignore_mismatched = bool(arguments.get("ignore_mismatched_sizes"))
             arguments["ignore_mismatched_sizes"] = True
         with quiet_loading() if dist.is_initialized() and dist.get_rank() else contextlib.nullcontext():
             # Steps 3 to 5 run inside.
@@ -213,8 +216,10 @@ def _load(original: Callable, cls: Any, layout: MegatronConfig, path: Any, /, *a
         # 6. Check. Each rank of a pipeline knows only of its own stages' weights, so errors are shared.
         with propagate_errors(f"Loading {path}"):
             check_part(model, info, path)
-            check_loaded(model, info, strict=layout.strict_loading)
+            check_loaded(model, info, strict=layout.strict_loading, ignore_mismatched=ignore_mismatched)
         _finish(model, quantizer)
+        if load_adapter is not None:
+            load_adapter(model)
     return (model, info) if output_loading_info else model
 
 

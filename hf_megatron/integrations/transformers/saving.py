@@ -7,9 +7,10 @@ from typing import Any
 from ...checkpoint.merged_export import save_merged
 from ...compat.patch_registry import PATCH_REGISTRY
 from ...config import MegatronConfig
-from ...errors import ConfigError, UnsupportedError
+from ...errors import ConfigError
 from ...parallel_state import model_inside, parallel_state
 from ..hub.hooks import push_saved
+from ..peft.loading import save_loaded_adapter
 from .checkpoint_formats import save_in_format
 from .model_cards import write_model_card
 from .quantization import require_dense
@@ -27,6 +28,11 @@ def save_pretrained(
         raise ConfigError("save_pretrained(options=...): Hugging Face files have no options. Pass format= too.")
     if parallel_state(self) is None:
         return original(self, save_directory, *args, **kwargs)
+    if getattr(self, "_hf_peft_config_loaded", False):
+        save_loaded_adapter(self, save_directory)
+        if kwargs.get("push_to_hub"):
+            push_saved(save_directory, kwargs.get("token"), kwargs)
+        return None
     card = functools.partial(write_model_card, self, repo_id=kwargs.get("repo_id"))
     return save_merged(self, original, save_directory, *args, before_push=card, push=push_saved, **kwargs)
 
@@ -52,13 +58,3 @@ def get_model_param_count(original: Callable, model: Any, trainable_only: bool =
     if state is None or state.pipeline is None:
         return original(model, trainable_only)
     return model_inside(model).num_parameters(only_trainable=trainable_only)
-
-
-def resize_token_embeddings(original: Callable, self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Raises `UnsupportedError` for a parallelized model: its embeddings are sharded."""
-    if parallel_state(self) is not None:
-        raise UnsupportedError(
-            f"{type(self).__name__}.resize_token_embeddings of a parallelized model. Load it in a single process, "
-            "resize and save it, and load the result with megatron_config."
-        )
-    return original(self, *args, **kwargs)
