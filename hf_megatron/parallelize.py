@@ -40,6 +40,7 @@ from .data_parallel.packed_sequences import ForwardInputHook
 from .errors import ConfigError, UnsupportedError
 from .expert_parallel import axis as expert_parallel
 from .losses.inline_losses import LossHooks
+from .losses.script_losses import ScriptLossHooks
 from .losses.token_loss import install_loss
 from .models.fingerprint import describe_model
 from .models.registry import registered_spec, spec_for
@@ -69,6 +70,7 @@ ENTER_ORDER = (
     "user hook checks",  # context parallel: hooks of users that would see a part of each sequence
     "enabled",  # `hf_megatron.disable()` was not called since
     "loss function",  # the model's type of loss is the one it was loaded with
+    "script loss",  # labels and count of a loss that a script computes are plain tensors inside the model
     "loss",  # labels carry the denominator of the batch
     "kv cache",  # left out in training, before anything asks whether the call keeps one
     "data parallel",  # buckets are opened, edits of weights followed; before FSDP2 exchanges parameters
@@ -93,6 +95,7 @@ EXIT_ORDER = (
     "kv cache",
     "data parallel",
     "gradient watch",
+    "script loss",
     "active forward",
     "router logits",
     "sequence split",
@@ -255,6 +258,8 @@ def install(model: Any) -> None:
     state.loss = install_loss(model, state)
     hooks, is_pipelined = state.hooks, state.axes.size("pp") > 1
     LossHooks(state.loss, model, pipelined=is_pipelined, has_dtensors=state.has_dtensors).install(hooks)
+    if state.loss.has_data_parallel:
+        ScriptLossHooks().install(hooks)
     leave_out_in_training(model, hooks, pipelined=is_pipelined, always=state.axes.size("cp") > 1)
     if state.spec.tp.no_cache is not None and state.axes.size("tp") > 1:
         reject_cache(model, hooks, state.spec.tp.no_cache)

@@ -173,6 +173,8 @@ _ROWS: tuple[tuple[str, ...], ...] = (
     *((f"{_TRAINER}.{name}", f"trainer.uneven_batches:{name.removeprefix('_')}",
        "pads the samples of each rank separately", "Accelerate's loaders collate the samples of all ranks together")
       for name in ("evaluation_loop", "_prepare_for_training")),
+    (f"{_TRAINER}.compute_loss", "trainer.script_losses:compute_loss", "multiplies the loss by the number of ranks",
+     "Trainer scales the losses of subclasses too", "trainer.script_losses:has_script_loss"),
     (f"{_TRAINER}.prediction_step", "trainer.pipeline:prediction_step", "sends logits that are not read",
      "Trainer declares whether it reads logits"),
     (f"{_TRAINER}.training_step", "trainer.ramp_up:skip_missing_call", "makes the same number of calls in every step",

@@ -88,6 +88,8 @@ class BatchLabels(Tensor):
 
     batch: BatchLoss
     argument: str
+    # Whether a model's class computes the loss, so that sums over its own samples have to be rejected.
+    in_model = True
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
@@ -97,14 +99,14 @@ class BatchLabels(Tensor):
         # Plain tensors inside: the function must not dispatch to this handler again.
         args, kwargs = tuple(map(_plain, args)), {name: _plain(value) for name, value in kwargs.items()}
         if function in _MEANS and labels:
-            return _mean(labels[0].batch, labels[0].argument, function, args, kwargs)
+            return _mean(labels[0].batch, labels[0].argument, function, args, kwargs, in_model=cls.in_model)
         result = function(*args, **kwargs)
         # A result with more dims than the labels has room for several copies of them; one of the same shape is an input
         # of a decoder.
         is_room = function is Tensor.new_zeros and labels and result.dim() > labels[0].dim()
         if not labels or not (function in _FOLLOWED or is_room):
             return result
-        return know_batch(result, labels[0].batch, _name_of(function, labels[0], args))
+        return know_batch(result, labels[0].batch, _name_of(function, labels[0], args), kind=cls)
 
 
 def _name_of(function: Any, labels: BatchLabels, args: tuple) -> str:
@@ -116,13 +118,13 @@ def _name_of(function: Any, labels: BatchLabels, args: tuple) -> str:
     return labels.argument
 
 
-def know_batch(value: Any, batch: BatchLoss, name: str = "labels") -> Any:
-    """Attaches a batch to labels of any shape, also in tuples; `name` is the argument's name."""
+def know_batch(value: Any, batch: BatchLoss, name: str = "labels", kind: type[BatchLabels] = BatchLabels) -> Any:
+    """Attaches a batch to labels of any shape, also in tuples; `name` is the argument's name, `kind` the class."""
     if isinstance(value, tuple | list):
-        return type(value)(know_batch(item, batch, name) for item in value)
+        return type(value)(know_batch(item, batch, name, kind) for item in value)
     if type(value) is not Tensor:
         return value
-    labels = value.as_subclass(BatchLabels)
+    labels = value.as_subclass(kind)
     labels.batch, labels.argument = batch, "labels" if name in LABELS else name
     return labels
 
@@ -144,13 +146,21 @@ def _signature(function: Callable) -> inspect.Signature:
 
 
 def _mean(
-    batch: BatchLoss, argument: str, function: Callable[..., Tensor], args: tuple, kwargs: dict[str, Any]
+    batch: BatchLoss,
+    argument: str,
+    function: Callable[..., Tensor],
+    args: tuple,
+    kwargs: dict[str, Any],
+    *,
+    in_model: bool = True,
 ) -> Tensor:
     bound = _signature(function).bind(*args, **kwargs)
     bound.apply_defaults()
     values = bound.arguments
     deprecated = values.get("size_average") is not None or values.get("reduce") is not None
     if deprecated or values["reduction"] not in ("mean", "batchmean"):
+        if not in_model:
+            return function(**values)
         if values["reduction"] == "sum" and batch.has_caller_count and batch.microbatch_denominators is None:
             # transformers' own losses divide this sum by the caller's count.
             return function(**values) / batch.take_caller_denominator(1)
@@ -256,7 +266,7 @@ class LossHooks:
         output = self._with_plain_gradient(output)
         has_caller_count, over_ranks, terms = batch.has_caller_count, batch.over_ranks, batch.terms
         batch.has_caller_count = False
-        loss = _loss(output, self.takes_loss)
+        loss = get_output_loss(output, takes_loss=self.takes_loss)
         # A pipeline normalizes the losses of its microbatches itself.
         if loss is None or not over_ranks or (self.pipelined and not terms):
             return output
@@ -266,13 +276,13 @@ class LossHooks:
                 "ranks. Call it without labels and compute the loss from its outputs, or use dp_size=1."
             )
         # The caller multiplies by the number of ranks.
-        return _with_loss(output, loss / batch.mesh.dp_size) if has_caller_count else output
+        return with_loss(output, loss / batch.mesh.dp_size) if has_caller_count else output
 
     def _with_plain_gradient(self, output: Any) -> Any:
-        loss = _loss(output, self.takes_loss)
+        loss = get_output_loss(output, takes_loss=self.takes_loss)
         if not self.has_dtensors or loss is None or not loss.requires_grad or torch.compiler.is_compiling():
             return output
-        return _with_loss(output, _PlainGradient.apply(loss))
+        return with_loss(output, _PlainGradient.apply(loss))
 
 
 def _require_known_loss(model: Any) -> None:
@@ -287,15 +297,16 @@ def _require_known_loss(model: Any) -> None:
         )
 
 
-def _loss(output: Any, takes_loss: bool) -> Tensor | None:
-    """Returns the loss, a scalar, in a model's output; in a tuple it is the first entry if there is one."""
+def get_output_loss(output: Any, *, takes_loss: bool) -> Tensor | None:
+    """Returns the loss, a scalar, in a model's output; in a tuple it is the first entry if `takes_loss`."""
     value = output.get("loss") if isinstance(output, Mapping) else None
     if isinstance(output, tuple) and takes_loss:
         value = output[0]
     return value if isinstance(value, Tensor) and value.dim() == 0 else None
 
 
-def _with_loss(output: Any, loss: Tensor) -> Any:
+def with_loss(output: Any, loss: Tensor) -> Any:
+    """Returns a model's output with another loss, a scalar."""
     if isinstance(output, tuple):
         return (loss, *output[1:])
     output["loss"] = loss

@@ -21,6 +21,7 @@ from ..accelerate.wrapped_models import state_around
 from ..torch.ddp_check import reject_other_trl_trainers
 from .checkpoints import probe
 from .padded_batches import EmptyBatch
+from .script_losses import adapt_script_losses
 from .termination import TerminationCallback
 
 
@@ -66,7 +67,8 @@ def init(original: Callable, self: Any, model: Any = None, args: Any = None, *re
         probe(Path(args.output_dir))
     # Upstream refuses to resume models that were sharded at load time unless only weights are saved.
     weights_only, args.save_only_model = args.save_only_model, True
-    if not args.average_tokens_across_devices and state.mesh.dp_size > 1:
+    averages_tokens = args.average_tokens_across_devices
+    if not averages_tokens and state.mesh.dp_size > 1:
         warnings.warn(
             "TrainingArguments.average_tokens_across_devices=False is ignored: the loss of a parallelized model is "
             "averaged over the tokens of all data-parallel ranks.",
@@ -80,6 +82,7 @@ def init(original: Callable, self: Any, model: Any = None, args: Any = None, *re
         args.save_only_model = weights_only
     if self.label_smoother is not None:
         self.label_smoother = _BatchSmoother(self.label_smoother, state.loss)
+    adapt_script_losses(self, state.loss, averages_tokens=averages_tokens)
     return self.add_callback(TerminationCallback())
 
 
