@@ -258,6 +258,8 @@ _ROWS: tuple[tuple[str, ...], ...] = (
       for name in ("clip_grad_norm_", "_get_total_norm", "_clip_grads_with_norm_")),
     ("torch.distributed.distributed_c10d:_get_default_timeout", "accelerate.process_group:default_timeout",
      "gives new groups a timeout of 30 minutes regardless of the job", "torch gives new groups the job's timeout"),
+    ("torch.distributed.fsdp.fully_sharded_data_parallel:FullyShardedDataParallel.state_dict_type",
+     "transformers.saving:state_dict_type", "raises for a model without FSDP modules", _ALWAYS),
     ("torch.nn.parallel.distributed:DistributedDataParallel.__init__", "torch.ddp_check:data_parallel",
      "averages shards of different weights", _ALWAYS),
     *((f"transformers.integrations.peft:PeftAdapterMixin.{name}", "torch.ddp_check:own_adapters",
