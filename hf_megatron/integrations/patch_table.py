@@ -148,6 +148,8 @@ _ROWS: tuple[tuple[str, ...], ...] = (
      "counts a batch once per model-parallel rank", _RANKS_PER_BATCH),
     (f"{_TRAINER}._finalize_training", "trainer.trainer:finalize_training", "adds the local loss since the last log",
      "Trainer gathers it as for a log"),
+    (f"{_TRAINER}._maybe_log_save_evaluate", "trainer.control_flags:maybe_log_save_evaluate",
+     "follows a callback's flags on the rank that set them", _RANKS_PER_BATCH),
     (f"{_TRAINER}.log", "trainer.callbacks.base:log", "reports logs before callbacks can add to them",
      "Trainer collects additions of callbacks first"),
     (f"{_TRAINER}._inner_training_loop", "trainer.callbacks.base:inner_training_loop",
