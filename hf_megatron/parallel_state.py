@@ -14,6 +14,7 @@ from .compat.patch_registry import PATCH_REGISTRY
 from .compat.shared import Shared
 from .config import MegatronConfig
 from .core.axes import Axes
+from .core.collected_values import Collection
 from .core.forward_hooks import ForwardHooks
 from .core.mesh import ParallelMesh
 from .core.placement import ADAPTER, GradientRule, ParameterSharding, Placement
@@ -188,6 +189,8 @@ class ParallelState(Shared):
         modalities: inputs that a pipeline passes to its stages besides text and images.
         call (`CurrentCall`): metadata of the current forward.
         data_parallel (`DataParallelEngine`, *optional*): reduces gradients; set by `install`.
+        collection (`Collection`, *optional*): collected full weights, for scripts that write them on one rank; set from
+            the end of `Trainer.train()` until the next optimizer step.
     """
 
     config: MegatronConfig
@@ -210,6 +213,7 @@ class ParallelState(Shared):
     call: CurrentCall = field(default_factory=CurrentCall)
     pipeline: Pipeline | None = None
     data_parallel: DataParallelEngine | None = None
+    collection: Collection | None = None
     _mesh: ParallelMesh | None = None
 
     def __deepcopy__(self, memo: dict) -> "ParallelState":

@@ -7,7 +7,7 @@ writes it to its offset in the safetensors file and frees it.
 """
 
 import os
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..compat.transformers_loading import conversion_groups, revert_conversion, untied_state_dict, without_progress_bars
+from ..core.collected_values import is_full_or_collected, with_collected_values
 from ..core.communication.rank_errors import propagate_errors
 from ..core.off_stage import own_state_dict
 from ..errors import UnsupportedError
@@ -45,12 +46,6 @@ def _converted(
         yield full if keep_names or not first else revert_conversion(model, full)
 
 
-def _untied(state_dict: Mapping[str, Tensor], names: Collection[str]) -> dict[str, Tensor]:
-    """Drops tensors that are also present under one of the names: a tied weight is written once."""
-    kept = {id(tensor) for name, tensor in state_dict.items() if name in names}
-    return {name: tensor for name, tensor in state_dict.items() if name in names or id(tensor) not in kept}
-
-
 def _given(model: Any, tensors: Mapping[str, Tensor], keep_names: bool) -> Iterator[dict[str, Tensor]]:
     """Yields a caller's full tensors under their file names."""
     for group in [[name] for name in tensors] if keep_names else conversion_groups(model, list(tensors)):
@@ -58,12 +53,50 @@ def _given(model: Any, tensors: Mapping[str, Tensor], keep_names: bool) -> Itera
         yield full if keep_names else revert_conversion(model, full)
 
 
-def _has_full_tensors(state_dict: Mapping[str, Any]) -> bool:
-    """Returns on every rank whether rank 0 was passed full tensors."""
-    # An empty state dict would mean a model without weights.
-    judgment = [bool(state_dict) and all(type(value) in (Tensor, torch.nn.Parameter) for value in state_dict.values())]
-    dist.broadcast_object_list(judgment, src=0)
-    return judgment[0]
+def _untied(state: ParallelState, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Drops other names of weights that both ends of a pipeline hold; only the last stage knows these names."""
+    tied = {name: tensors[name] for name in (() if state.cut is None else state.cut.tied) if name in tensors}
+
+    def is_copy(tensor: Tensor) -> bool:
+        return any(tensor.shape == one.shape and torch.equal(tensor.cpu(), one.cpu()) for one in tied.values())
+
+    return {name: tensor for name, tensor in tensors.items() if name in tied or not is_copy(tensor)}
+
+
+def _require_full(state_dict: Mapping[str, Any], *, writes: bool) -> dict[str, Any]:
+    """Returns a state dict with its collected values.
+
+    Raises:
+        UnsupportedError: a tensor is sharded or off-stage, and its full value was not collected.
+    """
+    full = with_collected_values(state_dict)
+    # An empty state dict on the writing rank would mean a model without weights.
+    if not all(map(is_full_or_collected, full.values())) or (writes and not full):
+        raise UnsupportedError(
+            "save_pretrained(state_dict=...) requires full tensors on rank 0, as returned by "
+            "accelerator.get_state_dict(model). Omit state_dict to stream the weights from the ranks."
+        )
+    return full
+
+
+def _save_given(
+    model: Any,
+    state: ParallelState,
+    original: Callable,
+    directory: str,
+    full: Mapping[str, Tensor],
+    max_shard_size: int | str,
+    variant: str | None,
+    keep_names: bool,
+) -> None:
+    """Writes a caller's full tensors; without communication, so that one rank may call it alone."""
+    original(model, directory, state_dict={}, variant=variant)
+    planned = untied_state_dict(model, _untied(state, full))
+    meta = {name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") for name, tensor in planned.items()}
+    files = meta if keep_names else revert_conversion(model, meta)
+    parameters = sum(planned[name].numel() for name, _ in model.named_parameters() if name in planned)
+    streamed = _given(model, planned, keep_names)
+    write_weights(directory, files, streamed, max_shard_size=max_shard_size, parameters=parameters, variant=variant)
 
 
 def save_merged(
@@ -84,7 +117,9 @@ def save_merged(
     push: Callable[[str, str | bool | None, dict[str, Any]], None],
     **kwargs: Any,
 ) -> None:
-    """Implements `PreTrainedModel.save_pretrained` for a parallelized model; collective, rank 0 writes.
+    """Implements `PreTrainedModel.save_pretrained` for a parallelized model; rank 0 writes.
+
+    Collective, except with a state dict: rank 0 writes its full tensors, and other ranks return at once.
 
     Args:
         before_push: called with the directory after the weights are complete, on the rank that wrote them. Files that
@@ -102,13 +137,18 @@ def save_merged(
         raise UnsupportedError(
             "save_pretrained(distributed_checkpoint=True): sharded checkpoints are not supported yet."
         )
-    if state_dict is not None and not _has_full_tensors(state_dict):
-        raise UnsupportedError(
-            "save_pretrained(state_dict=...) requires full tensors on rank 0, as returned by "
-            "accelerator.get_state_dict(model). Omit state_dict to stream the weights from the ranks."
-        )
-    check_copies(state, tied_weights(model))
     directory = os.fspath(save_directory)
+    writes = dist.get_rank() == 0 and is_main_process
+    if state_dict is not None:
+        full = _require_full(state_dict, writes=writes)
+        if writes:
+            _save_given(model, state, original, directory, full, max_shard_size, variant, not save_original_format)
+            before_push(directory)
+        if push_to_hub:
+            dist.barrier()
+            push(directory, token, kwargs)
+        return
+    check_copies(state, tied_weights(model))
     with propagate_errors(f"Saving {directory}"):
         tensors = untied_state_dict(model, own_state_dict(model))
     # Stock code writes config, generation config and custom code; an empty state dict skips its weights.
@@ -116,14 +156,8 @@ def save_merged(
         original(model, directory, is_main_process=is_main_process, state_dict={}, variant=variant)
 
     owned_tensors = merge_owned_tensors(state, tensors)
-    planned: Mapping[str, Any] = owned_tensors
-    if state_dict is None:
-        streamed = _converted(model, state, tensors, owned_tensors, not save_original_format)
-    else:
-        planned = _untied(state_dict, owned_tensors)
-        streamed = _given(model, planned, not save_original_format)
-    meta = {name: torch.empty(entry.shape, dtype=entry.dtype, device="meta") for name, entry in planned.items()}
-    writes = dist.get_rank() == 0 and is_main_process
+    streamed = _converted(model, state, tensors, owned_tensors, not save_original_format)
+    meta = {name: torch.empty(entry.shape, dtype=entry.dtype, device="meta") for name, entry in owned_tensors.items()}
     parameters = model.num_parameters()
     if writes:
         files = revert_conversion(model, meta) if save_original_format else meta

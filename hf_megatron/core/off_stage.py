@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_map
 
 from ..compat.torch_autograd import draws_numbers, writes_to
 from ..errors import UnsupportedError
+from .collected_values import VALUE_PRESERVING, collected_value, drop_value, pass_on_value
 from .off_stage_ops import (
     FACTORS,
     SUMS,
@@ -66,7 +67,12 @@ class OffStageTensor(OffStage):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name, kwargs = getattr(func, "__name__", ""), kwargs or {}
+        name = getattr(func, "__name__", "")
+        result = cls._run(func, name, args, kwargs or {})
+        return pass_on_value(args[0], result, name) if name in VALUE_PRESERVING else result
+
+    @classmethod
+    def _run(cls, func: Any, name: str, args: Any, kwargs: dict[str, Any]) -> Any:
         with torch._C.DisableTorchFunctionSubclass():
             if name in _PASSING:
                 result = func(*args, **kwargs)
@@ -108,6 +114,8 @@ class OffStageTensor(OffStage):
             except (RuntimeError, NotImplementedError) as error:
                 raise off_stage_values_error(off_stage.place) from error
         if written:
+            for tensor in written:
+                drop_value(tensor)
             return args[0]
         return off_stage.others(result, device)
 
@@ -154,7 +162,11 @@ class OffStageTensor(OffStage):
         raise off_stage_values_error(self.place)
 
     # Methods that read memory without dispatching an operator.
-    numpy = tolist = data_ptr = untyped_storage = storage = __array__ = __reduce_ex__ = _reject  # type: ignore[assignment]
+    numpy = tolist = data_ptr = untyped_storage = storage = __array__ = _reject  # type: ignore[assignment]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        full = collected_value(self)
+        return self._reject() if full is None else full.__reduce_ex__(protocol)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "OffStageTensor":
         other = OffStageTensor(self.meta, self.device, self.place)

@@ -12,7 +12,7 @@ from types import FrameType
 import torch
 from torch import nn
 
-from ..core.communication.watchdog import is_in_communication, where
+from ..core.communication.call_stack import is_in_communication, where
 
 # Frames of torch's module call; their `self` is the called module.
 _CALLS = ("_call_impl", "_wrapped_call_impl")

@@ -23,13 +23,14 @@ from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import TracebackType
 from typing import Any
 
 import torch.distributed as dist
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from ...compat.torch_distributed import default_store, group_description, set_group_timeouts
+from ...compat.torch_distributed import default_store, set_group_timeouts
+from .call_stack import operation, place, traceback_frames
 from .flight_recorder import record_path, write_flight_record
 
 # Seconds between heartbeats; a rank is silent after missing two.
@@ -39,83 +40,6 @@ _STORE_SECONDS = 3.0
 # Seconds that the main thread has to end after another rank failed (NCCL would wait for its own timeout), and that the
 # watchdog thread has to return from the store at process exit.
 _GRACE_SECONDS = 10.0
-
-_COMMUNICATION = ("torch.distributed", "hf_megatron.core.communication", "hf_megatron.compat.torch_distributed")
-# Modules that block on a message from another rank, including those that call point-to-point operations.
-_WAITING = (
-    *_COMMUNICATION,
-    "hf_megatron.pipeline_parallel.p2p",
-    "hf_megatron.pipeline_parallel.tied_weight_grads",
-    "hf_megatron.expert_parallel.all_to_all",
-    "hf_megatron.data_parallel.grad_reducer",
-    "hf_megatron.data_parallel.param_gather",
-)
-_LIBRARIES = ("torch", "hf_megatron", "transformers", "accelerate", "trl", "peft", "contextlib", "threading", "runpy")
-
-
-def _is_in_packages(frame: FrameType, packages: tuple[str, ...]) -> bool:
-    name = str(frame.f_globals.get("__name__", "?"))
-    return any(name == package or name.startswith(f"{package}.") for package in packages)
-
-
-def _name(frame: FrameType) -> str:
-    # `co_qualname` came with Python 3.11.
-    return str(getattr(frame.f_code, "co_qualname", frame.f_code.co_name)).replace("<locals>.", "")
-
-
-def _frames(trace: TracebackType | None) -> list[FrameType]:
-    """Returns the frames of a traceback, innermost first."""
-    return [frame for frame, _ in traceback.walk_tb(trace)][::-1]
-
-
-def operation(frames: list[FrameType]) -> str | None:
-    """Describes the collective that a stack, innermost frame first, waits in; `None` if it is in none.
-
-    Example: `all_reduce over mesh_tp in RowParallelLinear.forward (a.py:3)`.
-    """
-    # Skip torch's operator frames and context managers between a collective and its caller.
-    inner = next((index for index, frame in enumerate(frames) if not _is_in_packages(frame, ("torch._ops",))), 0)
-    if not frames or not _is_in_packages(frames[inner], _COMMUNICATION):
-        return None
-    outer = inner
-    while outer < len(frames) and _is_in_packages(frames[outer], (*_COMMUNICATION, "torch")):
-        outer += 1
-    run = [frame for frame in frames[inner:outer] if _is_in_packages(frame, _COMMUNICATION)]
-    calls = [
-        frame for frame in run if _is_in_packages(frame, ("torch.distributed",)) and frame.f_code.co_name != "wrapper"
-    ]
-    name = _name(calls[-1] if calls else run[0])
-    groups = [group_description(frame.f_locals.get("group")) for frame in run]
-    group = next((description for description in groups if description), None)
-    over = f" over {group}" if group else ""
-    callers = [frame for frame in [*run, *frames[outer : outer + 1]] if _is_in_packages(frame, ("hf_megatron",))]
-    # The calling function of this library is more informative than the caller of backward.
-    caller = callers[-1] if callers else frames[outer] if outer < len(frames) else None
-    return f"{name}{over}{f' in {_name(caller)}' if caller else ''}{_user_line(frames)}"
-
-
-def is_in_communication(frame: FrameType) -> bool:
-    """Returns whether a stack's innermost frame, ignoring torch's operator frames, is in a collective."""
-    inner: FrameType | None = frame
-    while inner is not None and _is_in_packages(inner, ("torch._ops",)):
-        inner = inner.f_back
-    return inner is not None and _is_in_packages(inner, _WAITING)
-
-
-def where(frame: FrameType) -> str:
-    """Returns the function and line of a frame."""
-    return f"{_name(frame)} ({os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno})"
-
-
-def _user_line(frames: list[FrameType]) -> str:
-    """Returns the innermost line outside the libraries."""
-    lines = ((frame.f_code.co_filename, frame.f_lineno) for frame in frames if not _is_in_packages(frame, _LIBRARIES))
-    return next((f" ({os.path.basename(file)}:{number})" for file, number in lines), "")
-
-
-def _place(frames: list[FrameType]) -> str:
-    """Returns the location of a stack that is not in a collective."""
-    return f"{_name(frames[0])}{_user_line(frames)}" if frames else "no Python code"
 
 
 def _after(steps: int) -> str:
@@ -225,7 +149,7 @@ class RankWatchdog(threading.Thread):
         frames = [] if frame is None else [each for each, _ in traceback.walk_stack(frame)]
         waits = operation(frames)
         beat = {"beat": self._beats, "steps": self.steps, "time": time.strftime("%H:%M:%S")}
-        self._store.set(f"beat/{self.rank}", json.dumps(beat | {"waits": waits, "at": waits or _place(frames)}))
+        self._store.set(f"beat/{self.rank}", json.dumps(beat | {"waits": waits, "at": waits or place(frames)}))
         self._look_for_failure()
         if not self._leaving:
             self._look_for_stall((self.steps, *((each.f_code, each.f_lasti) for each in frames)), waits)
@@ -311,7 +235,7 @@ class RankWatchdog(threading.Thread):
         show = partial(self._previous[1], args)
         # A thread that dies outside a collective does not end the rank; in a collective it would leave the other ranks
         # waiting.
-        if mine and args.exc_value is not None and operation(_frames(args.exc_traceback)) is not None:
+        if mine and args.exc_value is not None and operation(traceback_frames(args.exc_traceback)) is not None:
             self._fail(args.exc_value, args.exc_traceback, show)
         else:
             show()
@@ -323,7 +247,7 @@ class RankWatchdog(threading.Thread):
         this one.
         """
         self._leaving = True
-        frames = _frames(trace)
+        frames = traceback_frames(trace)
         # A collective usually raises because another rank failed.
         waits = operation(frames) if isinstance(error, RuntimeError) else None
         report = {

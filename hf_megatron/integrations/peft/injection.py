@@ -251,7 +251,11 @@ def push_adapter(original: Callable, self: Any, repo_id: str, **kwargs: Any) -> 
 def save_adapter(
     original: Callable, self: Any, save_directory: str, *args: Any, is_main_process: bool = True, **kwargs: Any
 ) -> None:
-    """Writes the adapter files from rank 0; a collective call that returns when the files exist."""
+    """Writes the adapter files from rank 0.
+
+    A collective call that returns when the files exist, except with a state dict: rank 0 writes its full tensors, and
+    other ranks return at once.
+    """
     from ...parallel_state import parallel_state
 
     if parallel_state(self) is None:
@@ -264,6 +268,12 @@ def save_adapter(
         )
     import torch.distributed as dist
 
-    if kwargs.get("state_dict") is None or dist.get_rank() == 0:
-        original(self, save_directory, *args, is_main_process=is_main_process and dist.get_rank() == 0, **kwargs)
-    dist.barrier()
+    from .saving import require_full_adapter
+
+    state_dict, writes = kwargs.get("state_dict"), is_main_process and dist.get_rank() == 0
+    if state_dict is not None:
+        kwargs["state_dict"] = require_full_adapter(state_dict)
+    if state_dict is None or writes:
+        original(self, save_directory, *args, is_main_process=writes, **kwargs)
+    if state_dict is None:
+        dist.barrier()

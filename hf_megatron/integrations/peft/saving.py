@@ -8,8 +8,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from ...core.collected_values import is_full_or_collected, with_collected_values
 from ...core.communication.full_tensor import gather_full_tensor
 from ...core.off_stage import is_off_stage
+from ...errors import UnsupportedError
 from ...parallel_state import ParallelState
 
 # Prefix that PEFT adds to the model's parameter names.
@@ -32,6 +34,21 @@ def full_adapter(tensors: Mapping[str, Any], state: ParallelState) -> dict[str, 
 def is_replicated(tensors: Mapping[str, Any]) -> bool:
     """Returns whether a rank holds all tensors in full."""
     return not any(isinstance(tensor, DTensor) or is_off_stage(tensor) for tensor in tensors.values())
+
+
+def require_full_adapter(tensors: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a state dict with collected values in place of shards.
+
+    Raises:
+        UnsupportedError: a tensor is sharded or off-stage, and its full value was not collected.
+    """
+    full = with_collected_values(tensors)
+    if not all(map(is_full_or_collected, full.values())):
+        raise UnsupportedError(
+            "PeftModel.save_pretrained(state_dict=...) requires full tensors on rank 0, as returned by "
+            "accelerator.get_state_dict(model). Omit state_dict to gather the adapter from the ranks."
+        )
+    return full
 
 
 def _unsharded(name: str, tensor: Tensor, state: ParallelState) -> Tensor:

@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_map_only
 
 from ...compat.torch_dtensor import dtensor_from_local, local_tensor, restore_state, split_dim
 from ...compat.torch_fsdp import take_memory
+from ...core.collected_values import VALUE_PRESERVING, collected_value, pass_on_value
 from ...core.communication.full_tensor import gather_full_tensor, shard_like
 from ...core.communication.proxy_tensor import no_shared_memory, protect
 from ...core.mesh import is_layout_mesh
@@ -156,7 +157,18 @@ def _full_tensor(stock: Callable[..., Any]) -> Callable[..., Any]:
     return full_tensor
 
 
+def _keeping_value(name: str) -> Callable[..., Any]:
+    stock = getattr(Tensor, name)
+
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return pass_on_value(self, stock(self, *args, **kwargs), name)
+
+    return method
+
+
 def _reduce(self: Any, protocol: Any) -> Any:
+    if (full := collected_value(self)) is not None:
+        return full.__reduce_ex__(protocol)
     if _is_own(self):
         vars(self)[_RANK] = dist.get_rank()
     return Tensor.__reduce_ex__(self, protocol)
@@ -186,6 +198,7 @@ class TensorMethods:
         self._full_tensor = DTensor.full_tensor
         self._methods = {
             **{name: _with_plain_losses(getattr(Tensor, name)) for name in _ARITHMETIC},
+            **{name: _keeping_value(name) for name in VALUE_PRESERVING},
             **{name: _on_full_model(name, _is_cut_by_two) for name in _RESHAPES},
             **{name: _on_full_model(name, _is_cut_twice) for name in _PARTS},
             "full_tensor": _full_tensor(DTensor.full_tensor),

@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from ...checkpoint import rng_state
 from ...checkpoint.async_save import AsyncSaver
+from ...checkpoint.collected_state import collect_after_training
 from ...checkpoint.discovery import is_committed
 from ...checkpoint.loop_state import LOOP, advance_scheduler, open_verified, restore_random_state
 from ...checkpoint.packed_state import read_packed, write_packed
@@ -55,10 +56,15 @@ def train(original: Callable, self: Any, resume_from_checkpoint: Any = None, *ar
     resume_from_checkpoint = checkpoint_to_resume(
         resume_from_checkpoint, self.args.output_dir, is_parallelized=state is not None
     )
-    if state is None or not state.config.async_save:
+    if state is None:
         return original(self, resume_from_checkpoint, *args, **kwargs)
-    with closing(AsyncSaver(dist.new_group(backend="gloo"))) as self._hf_megatron_saver:
-        return original(self, resume_from_checkpoint, *args, **kwargs)
+    if state.config.async_save:
+        with closing(AsyncSaver(dist.new_group(backend="gloo"))) as self._hf_megatron_saver:
+            result = original(self, resume_from_checkpoint, *args, **kwargs)
+    else:
+        result = original(self, resume_from_checkpoint, *args, **kwargs)
+    collect_after_training(model_inside(self.model))
+    return result
 
 
 def probe(directory: Path) -> None:

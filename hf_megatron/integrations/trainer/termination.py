@@ -6,9 +6,10 @@ import threading
 from types import FrameType
 from typing import Any
 
-import torch
-import torch.distributed as dist
 from transformers.trainer_callback import TrainerCallback, TrainerControl, TrainerState
+
+from ...core.communication.flags import reduce_flags
+from ...parallel_state import parallel_state
 
 
 class TerminationSignal:
@@ -55,12 +56,7 @@ class TerminationSignal:
 
     def requested(self) -> bool:
         """Returns whether any rank has received the signal; every rank of the job must call it at the same step."""
-        if not dist.is_initialized() or dist.get_world_size() == 1:
-            return self.received
-        device = "cpu" if "gloo" in dist.get_backend() else torch.accelerator.current_accelerator()
-        flag = torch.tensor(int(self.received), device=device)
-        dist.all_reduce(flag, dist.ReduceOp.MAX)
-        return bool(flag.item())
+        return reduce_flags([self.received])[0]
 
 
 class TerminationCallback(TrainerCallback):
@@ -73,8 +69,12 @@ class TerminationCallback(TrainerCallback):
         # Already entered if an earlier training raised.
         self.signal.__enter__()
 
-    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        if self.signal.requested():
+    def on_step_end(
+        self, args: Any, state: TrainerState, control: TrainerControl, model: Any = None, **kwargs: Any
+    ) -> None:
+        # The Trainer of a parallelized model agrees on the control's flags itself.
+        is_agreed = model is not None and parallel_state(model) is not None
+        if self.signal.received if is_agreed else self.signal.requested():
             control.should_save = args.save_strategy != "no"
             control.should_training_stop = True
 

@@ -24,6 +24,7 @@ import torch.distributed as dist
 import transformers
 from torch.distributed.tensor import DTensor
 
+from ...checkpoint.collected_state import collect_state_dict, follow_weights
 from ...checkpoint.initialize import initialize_missing
 from ...checkpoint.strict_loading import check_loaded, own_memory
 from ...compat.patch_registry import PATCH_REGISTRY
@@ -332,6 +333,8 @@ def _finish(model: Any, quantizer: Any = None) -> None:
     announce_replicas(state)
     apply_recompute(model, state.config.recompute)
     model.register_load_state_dict_pre_hook(accept_full_tensors)
+    model.register_state_dict_post_hook(collect_state_dict)
+    follow_weights(model)
     for attribute, value in (
         ("parallel_plan", types.MethodType(parallel_plan, model)),
         ("parallel_hooks", types.MethodType(parallel_hooks, model)),

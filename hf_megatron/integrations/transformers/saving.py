@@ -1,5 +1,6 @@
 """`save_pretrained` of a parallelized model, and the stock functions that it calls."""
 
+import contextlib
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -50,6 +51,11 @@ def barrier_after_gathered_checkpoint_save(original: Callable, self: Any, distri
     """Skips the barrier for a parallelized model: `save_merged` writes the weights later and synchronizes itself."""
     if not isinstance(distributed_config, MegatronConfig):
         original(self, distributed_config)
+
+
+def state_dict_type(original: Callable, module: Any, *args: Any, **kwargs: Any) -> Any:
+    """Returns a context without effect for a parallelized model, whose save gathers full weights by itself."""
+    return original(module, *args, **kwargs) if parallel_state(module) is None else contextlib.nullcontext()
 
 
 def get_model_param_count(original: Callable, model: Any, trainable_only: bool = False) -> int:

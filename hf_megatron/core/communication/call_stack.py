@@ -1,0 +1,94 @@
+"""Descriptions of Python stacks: the collective that a stack waits in, and the line of user code that led to it."""
+
+import os
+import sys
+import traceback
+from types import FrameType, TracebackType
+
+from ...compat.torch_distributed import group_description
+
+_COMMUNICATION = ("torch.distributed", "hf_megatron.core.communication", "hf_megatron.compat.torch_distributed")
+# Modules that block on a message from another rank, including those that call point-to-point operations.
+_WAITING = (
+    *_COMMUNICATION,
+    "hf_megatron.pipeline_parallel.p2p",
+    "hf_megatron.pipeline_parallel.tied_weight_grads",
+    "hf_megatron.expert_parallel.all_to_all",
+    "hf_megatron.data_parallel.grad_reducer",
+    "hf_megatron.data_parallel.param_gather",
+)
+LIBRARIES = ("torch", "hf_megatron", "transformers", "accelerate", "trl", "peft", "contextlib", "threading", "runpy")
+
+
+def is_in_packages(frame: FrameType, packages: tuple[str, ...]) -> bool:
+    """Returns whether the code of a frame belongs to one of the packages."""
+    name = str(frame.f_globals.get("__name__", "?"))
+    return any(name == package or name.startswith(f"{package}.") for package in packages)
+
+
+def _name(frame: FrameType) -> str:
+    # `co_qualname` came with Python 3.11.
+    return str(getattr(frame.f_code, "co_qualname", frame.f_code.co_name)).replace("<locals>.", "")
+
+
+def traceback_frames(trace: TracebackType | None) -> list[FrameType]:
+    """Returns the frames of a traceback, innermost first."""
+    return [frame for frame, _ in traceback.walk_tb(trace)][::-1]
+
+
+def operation(frames: list[FrameType]) -> str | None:
+    """Describes the collective that a stack, innermost frame first, waits in; `None` if it is in none.
+
+    Example: `all_reduce over mesh_tp in RowParallelLinear.forward (a.py:3)`.
+    """
+    # Skip torch's operator frames and context managers between a collective and its caller.
+    inner = next((index for index, frame in enumerate(frames) if not is_in_packages(frame, ("torch._ops",))), 0)
+    if not frames or not is_in_packages(frames[inner], _COMMUNICATION):
+        return None
+    outer = inner
+    while outer < len(frames) and is_in_packages(frames[outer], (*_COMMUNICATION, "torch")):
+        outer += 1
+    run = [frame for frame in frames[inner:outer] if is_in_packages(frame, _COMMUNICATION)]
+    calls = [
+        frame for frame in run if is_in_packages(frame, ("torch.distributed",)) and frame.f_code.co_name != "wrapper"
+    ]
+    name = _name(calls[-1] if calls else run[0])
+    groups = [group_description(frame.f_locals.get("group")) for frame in run]
+    group = next((description for description in groups if description), None)
+    over = f" over {group}" if group else ""
+    callers = [frame for frame in [*run, *frames[outer : outer + 1]] if is_in_packages(frame, ("hf_megatron",))]
+    # The calling function of this library is more informative than the caller of backward.
+    caller = callers[-1] if callers else frames[outer] if outer < len(frames) else None
+    return f"{name}{over}{f' in {_name(caller)}' if caller else ''}{user_line(frames)}"
+
+
+def is_in_communication(frame: FrameType) -> bool:
+    """Returns whether a stack's innermost frame, ignoring torch's operator frames, is in a collective."""
+    inner: FrameType | None = frame
+    while inner is not None and is_in_packages(inner, ("torch._ops",)):
+        inner = inner.f_back
+    return inner is not None and is_in_packages(inner, _WAITING)
+
+
+def where(frame: FrameType) -> str:
+    """Returns the function and line of a frame."""
+    return f"{_name(frame)} ({os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno})"
+
+
+def user_line(frames: list[FrameType]) -> str:
+    """Returns the innermost line outside the libraries."""
+    lines = ((frame.f_code.co_filename, frame.f_lineno) for frame in frames if not is_in_packages(frame, LIBRARIES))
+    return next((f" ({os.path.basename(file)}:{number})" for file, number in lines), "")
+
+
+def place(frames: list[FrameType]) -> str:
+    """Returns the location of a stack that is not in a collective."""
+    return f"{_name(frames[0])}{user_line(frames)}" if frames else "no Python code"
+
+
+def is_called_by_user() -> bool:
+    """Returns whether the innermost frame outside torch, of the current stack, is not in another library either."""
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None and is_in_packages(frame, ("torch",)):
+        frame = frame.f_back
+    return frame is not None and not is_in_packages(frame, LIBRARIES)
