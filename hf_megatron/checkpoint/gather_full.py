@@ -3,9 +3,8 @@
 The ranks of a parameter's stage send their shards to the stage's first rank, which sends the full tensor to rank 0.
 """
 
-import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -69,11 +68,10 @@ def gather_to_first(
         return None
     full = _room(parameter.shape, parameter.dtype, staging)
     for sender in senders:
-        held = placement.intervals(parameter.shape, axes.of_rank(sender))
         shape = placement.local_shape(parameter.shape, axes.of_rank(sender))
         if not math.prod(shape):
             continue
-        places = list(_places(held))
+        places = list(placement.blocks(parameter.shape, axes.of_rank(sender)))
         piece = local
         if sender != rank:
             direct = full[places[0][0]]
@@ -89,17 +87,6 @@ def gather_to_first(
 
 def _room(shape: torch.Size, dtype: torch.dtype, staging: Staging | None) -> Tensor:
     return torch.empty(shape, dtype=dtype) if staging is None else staging.take(shape, dtype)
-
-
-def _places(held: Sequence[Sequence[tuple[int, int]]]) -> Iterator[tuple[tuple[slice, ...], tuple[slice, ...]]]:
-    """Yields each chunk of a local shard: its slices in the full tensor and in the shard, from each dim's ranges."""
-    dims: list[list[tuple[slice, slice]]] = []
-    for intervals in held:
-        ends = itertools.accumulate(stop - start for start, stop in intervals)
-        both = zip(intervals, ends, strict=True)
-        dims.append([(slice(start, stop), slice(end - stop + start, end)) for (start, stop), end in both])
-    for box in itertools.product(*dims):
-        yield tuple(place for place, _ in box), tuple(part for _, part in box)
 
 
 def gather_parameter(model: Any, name: str, value: Tensor, staging: Staging | None = None) -> Tensor | None:

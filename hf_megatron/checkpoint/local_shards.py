@@ -17,8 +17,8 @@ from ..core.off_stage import local_named_parameters, own_state_dict
 from ..core.placement import Placement
 from ..core.quantized_weight import QuantizedWeight
 from ..data_parallel.buckets import owned_range
-from ..data_parallel.distributed_optimizer import MainParam
 from ..data_parallel.fsdp import owned_rows
+from ..data_parallel.main_params import MainParam
 from ..parallel_state import ParallelState, parallel_state
 from .stage_consistency import is_owned, resharded
 from .tensor_chunks import LocalChunk, TensorChunk, local_boxes
@@ -96,6 +96,23 @@ def leaf_holding(state: ParallelState | None, leaf: MainParam) -> LocalShard:
     if state is None or not leaf.flat:
         return parameter_holding(state, leaf.name, leaf.parameter)
     return holding(state, leaf.name, tuple(leaf.parameter.shape), is_moment=True)
+
+
+def full_state_holding(state: ParallelState | None, leaf: MainParam, shape: tuple[int, ...]) -> LocalShard:
+    """Returns the share of this rank in a tensor of optimizer state that belongs to a full parameter.
+
+    Args:
+        shape: shape of the tensor, which need not be the parameter's.
+    """
+    if state is None:
+        return LocalShard(shape, Placement(), Axes.from_sizes(0), 0, math.prod(shape), 1, 0)
+    # Ranks outside of the parameter's axis step on their own copies, and hold the same state.
+    axis = state.axes["stage"] if leaf.full is None else state.axes["stage"].without(leaf.full.axis)
+    holders, index = axis.size, axis.rank(state.axes.world_rank)
+    if state.cut is not None and state.is_tied(leaf.name):
+        index += 0 if is_owned(state, leaf.name) else holders
+        holders *= 2
+    return LocalShard(shape, Placement(), state.axes, 0, math.prod(shape), holders, index)
 
 
 def named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:

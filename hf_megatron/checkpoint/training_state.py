@@ -4,6 +4,7 @@
 |---|---|
 | tensor `<name>` | a weight or buffer under its name in the state dict |
 | tensor `optimizer/<number>/<key>/<name>` | a moment of that weight; key `main_weight` is its fp32 copy |
+| | of optimizers that step on full parameters: any state tensor, of its own shape |
 | metadata `optimizers` | hyperparameters of the groups, names of their parameters and moments, steps |
 | metadata `converted` | made from another library's checkpoint: `groups` is null, the loading run uses its own |
 
@@ -18,13 +19,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..compat.torch_dtensor import local_tensor
-from ..core.communication.rank_errors import propagate_errors
+from ..compat.torch_dtensor import is_packed, local_tensor
+from ..core.communication.rank_errors import gather, propagate_errors
 from ..core.off_stage import is_off_stage
-from ..data_parallel.distributed_optimizer import MainParam, sharded
+from ..data_parallel.distributed_optimizer import sharded
+from ..data_parallel.main_params import MainParam
 from ..errors import CheckpointError
 from ..parallel_state import ParallelState, parallel_state
-from .local_shards import LocalShard, leaf_holding, model_pieces, named_tensors, parameter_holding
+from .local_shards import LocalShard, full_state_holding, leaf_holding, model_pieces, named_tensors, parameter_holding
 from .packed_state import pack, unpack
 from .reader import Checkpoint
 from .stage_consistency import check_copies, gather_from_stages, in_order, join_stages, resharded, tied_weights
@@ -54,14 +56,31 @@ def _key(number: int, key: str, name: str) -> str:
 
 
 def _moments(optimizer: torch.optim.Optimizer, leaf: MainParam) -> dict[str, Tensor]:
-    """Returns the per-entry optimizer states of a main param."""
-    state = optimizer.state.get(leaf.tensor, {})
-    size = local_tensor(leaf.tensor).numel()
-    return {
+    """Returns the optimizer states of a main param that can be written as tensors.
+
+    State of a shard must have a value per entry; state of a full parameter may have any shape.
+    """
+    tensors = {
         key: value
-        for key, value in state.items()
-        if isinstance(value, Tensor) and value.dim() and local_tensor(value).numel() == size
+        for key, value in optimizer.state.get(leaf.tensor, {}).items()
+        if isinstance(value, Tensor) and value.dim()
     }
+    if leaf.covers_parameter:
+        return tensors
+    size = local_tensor(leaf.tensor).numel()
+    return {key: value for key, value in tensors.items() if local_tensor(value).numel() == size}
+
+
+def _state_holding(state: ParallelState | None, leaf: MainParam, key: str, shape: tuple[int, ...]) -> LocalShard:
+    """Returns this rank's local shard of a main param's state tensor; state of a full parameter has `shape`."""
+    if key == MAIN_WEIGHT or not leaf.covers_parameter:
+        return leaf_holding(state, leaf)
+    return full_state_holding(state, leaf, shape)
+
+
+def _stores_state(state: ParallelState | None, leaf: MainParam) -> bool:
+    """Returns whether this rank has the optimizer state of a main param, and not another one."""
+    return state is None or leaf.full is None or leaf.full.owner == state.axes.world_rank
 
 
 def _scalars(optimizer: torch.optim.Optimizer, leaf: MainParam) -> dict[str, Any]:
@@ -79,8 +98,8 @@ def optimizer_pieces(model: Any, optimizer: torch.optim.Optimizer, number: int) 
     """Yields this rank's share of an optimizer's moments and main weights."""
     state = parallel_state(model)
     for leaf in _leaves(model, optimizer):
-        holding = leaf_holding(state, leaf)
         for key, tensor in _stored(optimizer, leaf).items():
+            holding = _state_holding(state, leaf, key, tuple(tensor.shape))
             piece = holding.share(_key(number, key, leaf.name), local_tensor(tensor))
             if piece is not None:
                 yield piece
@@ -111,6 +130,8 @@ def training_metadata(model: Any, optimizers: Sequence[torch.optim.Optimizer]) -
     state = parallel_state(model)
     with propagate_errors("Saving"):
         described = [_describe(model, optimizer) for optimizer in optimizers]
+    if state is not None and any(leaf.full is not None for o in optimizers for leaf in _leaves(model, o)):
+        described = _from_owners(state, described)
     if state is not None and state.cut is not None:
         check_copies(state, _tied_tensors(model, state, optimizers))
         described = _from_full_model(state, described)
@@ -135,7 +156,18 @@ def _tied_tensors(model: Any, state: ParallelState, optimizers: Sequence[torch.o
     return tensors
 
 
+def _reject_packed_state(optimizer: torch.optim.Optimizer) -> None:
+    """Raises `CheckpointError` for state in tensor subclasses that hold several tensors (torchao)."""
+    for value in (value for state in optimizer.state.values() for value in state.values()):
+        if is_packed(value):
+            raise CheckpointError(
+                f"{type(optimizer).__name__} keeps its state in {type(value).__name__} tensors, which cannot be saved. "
+                "Use bitsandbytes.optim.AdamW8bit to save and resume 8-bit states."
+            )
+
+
 def _describe(model: Any, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    _reject_packed_state(optimizer)
     leaves = _leaves(model, optimizer)
     remaining = iter(leaves)
     tensors: dict[str, Tensor] = {}
@@ -152,6 +184,25 @@ def _describe(model: Any, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         )
     moments = {leaf.name: sorted(keys) for leaf in leaves if (keys := _stored(optimizer, leaf))}
     return {"class": type(optimizer).__name__, "groups": groups, "scalars": scalars, "moments": moments}
+
+
+def _from_owners(state: ParallelState, described: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Merges the optimizer descriptions of the ranks of a stage, each of which has the state of some parameters."""
+    parts = gather(described, state.mesh.group("stage"), "Saving")
+    merged = []
+    for number, description in enumerate(described):
+        names = [name for group in description["groups"] for name in group["names"]]
+        scalars = {name: value for part in parts for name, value in part[number]["scalars"].items()}
+        moments: dict[str, set[str]] = {}
+        for part in parts:
+            for name, keys in part[number]["moments"].items():
+                moments.setdefault(name, set()).update(keys)
+        ordered = {
+            "scalars": {name: scalars[name] for name in names if name in scalars},
+            "moments": {name: sorted(moments[name]) for name in names if name in moments},
+        }
+        merged.append({**description, **ordered})
+    return merged
 
 
 def _from_full_model(state: ParallelState, described: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -260,9 +311,11 @@ def load_optimizers(model: Any, optimizers: Sequence[torch.optim.Optimizer], che
             # Checkpoints of earlier versions do not list the expected moments.
             moments: Mapping[str, list[str]] = description.get("moments", {})
             for leaf in _leaves(model, optimizer):
-                holding = leaf_holding(parallel_state(model), leaf)
-                for name in (_key(number, key, leaf.name) for key in moments.get(leaf.name, ())):
-                    checkpoint.check(name, holding.shape, checkpoint.dtype(name), holding.boxes())
+                for key in moments.get(leaf.name, ()):
+                    if key == MAIN_WEIGHT or _stores_state(parallel_state(model), leaf):
+                        name = _key(number, key, leaf.name)
+                        holding = _state_holding(parallel_state(model), leaf, key, checkpoint.shape(name))
+                        checkpoint.check(name, holding.shape, checkpoint.dtype(name), holding.boxes())
     for number, (optimizer, description) in enumerate(zip(optimizers, described, strict=True)):
         _load_optimizer(model, optimizer, number, description, checkpoint)
 
@@ -302,13 +355,18 @@ def _load_optimizer(
             keys.setdefault(parameter, []).append(key)
     on_device = any(group.get("fused") or group.get("capturable") for group in optimizer.param_groups)
     for leaf in _leaves(model, optimizer):
-        holding = leaf_holding(state, leaf)
-        values = dict(unpack(description["scalars"].get(leaf.name, {"dict": []}), {}))
+        stores_state = _stores_state(state, leaf)
+        values = dict(unpack(description["scalars"].get(leaf.name, {"dict": []}), {})) if stores_state else {}
         if on_device:
             values = {key: v.to(leaf.tensor.device) if isinstance(v, Tensor) else v for key, v in values.items()}
         for key in keys.get(leaf.name, ()):
-            old = optimizer.state.get(leaf.tensor, {}).get(key)
-            value = _read(checkpoint, _key(number, key, leaf.name), holding, local_tensor(leaf.tensor).shape, old)
+            if key != MAIN_WEIGHT and not stores_state:
+                continue
+            name = _key(number, key, leaf.name)
+            holding = _state_holding(state, leaf, key, checkpoint.shape(name))
+            is_full = key != MAIN_WEIGHT and leaf.covers_parameter
+            shape = torch.Size(holding.shape) if is_full else local_tensor(leaf.tensor).shape
+            value = _read(checkpoint, name, holding, shape, optimizer.state.get(leaf.tensor, {}).get(key))
             if key != MAIN_WEIGHT:
                 values[key] = value.to(leaf.tensor.device)
             elif leaf.separate:

@@ -187,6 +187,11 @@ def restore_state(tensor: torch.Tensor, state: Any) -> None:
     torch._utils._set_obj_state(tensor, state)
 
 
+def is_packed(value: Any) -> bool:
+    """Returns whether a value is a tensor subclass that holds other tensors (torchao), other than a `DTensor`."""
+    return is_traceable_wrapper_subclass(value) and not isinstance(value, DTensor)
+
+
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """Returns a DTensor's local tensor, of any shape, without the autograd node of `to_local`, or a plain tensor."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor

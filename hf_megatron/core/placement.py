@@ -4,8 +4,9 @@ All code that needs the location of entries (placeholders, loading, checkpoints,
 it from a placement and the axes; no other code refers to axes for this.
 """
 
+import itertools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -93,6 +94,16 @@ class Placement:
     def local_shape(self, shape: Sequence[int], axes: Axes) -> tuple[int, ...]:
         """Returns the shape of this rank's local shard of a tensor of this shape."""
         return tuple(sum(stop - start for start, stop in ranges) for ranges in self.intervals(shape, axes))
+
+    def blocks(self, shape: Sequence[int], axes: Axes) -> Iterator[tuple[tuple[slice, ...], tuple[slice, ...]]]:
+        """Yields each contiguous block of this rank's shard: its slices in the full tensor and in the shard."""
+        dims: list[list[tuple[slice, slice]]] = []
+        for intervals in self.intervals(shape, axes):
+            ends = itertools.accumulate(stop - start for start, stop in intervals)
+            both = zip(intervals, ends, strict=True)
+            dims.append([(slice(start, stop), slice(end - stop + start, end)) for (start, stop), end in both])
+        for box in itertools.product(*dims):
+            yield tuple(place for place, _ in box), tuple(part for _, part in box)
 
     def shards(self, axes: Axes) -> int:
         """Returns the number of distinct shards."""

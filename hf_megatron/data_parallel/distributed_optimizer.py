@@ -5,121 +5,31 @@ times. The optimizer stays the same object: learning rate schedulers can change 
 apply.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from ..compat.bitsandbytes_overrides import copy_overrides, has_positional_overrides
 from ..compat.torch_autograd import step_hook_last
-from ..compat.torch_dtensor import local_tensor
 from ..compat.torch_memory import is_async_device
-from ..config import MegatronConfig
 from ..core.communication.full_tensor import placed_gradient
 from ..core.off_stage import is_off_stage
 from ..errors import ConfigError, UnsupportedError
-from .buckets import owned_range
 from .engine import DataParallel, get_engine
 from .fsdp import reshard
 from .grad_norm import clip_grad_norm, has_finite_gradients
 from .grad_sync_groups import GradSyncGroup
+from .layer_wise import LayerWiseStep
+from .main_params import HALF, MainParam, make_main_param
 from .model_parameters import REPLACED, reject_replaced
+from .optimizer_classes import is_elementwise, is_layer_wise, known_elementwise
 from .optimizer_state import StateByParameter
 from .param_gather import ParamAllGather
 from .step_status import GradStatus
-
-# Optimizers that update each entry from that entry only, so that they can step on shards: package -> classes.
-ELEMENTWISE = {
-    "torch": {"ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD"},
-    "apex": {"FusedAdam", "FusedSGD", "FusedAdagrad"},
-    "transformer_engine": {"FusedAdam", "FusedSGD"},
-    "lion_pytorch": {"Lion"},
-}
-
-
-_HALF = (torch.bfloat16, torch.float16)
-
-
-@dataclass
-class MainParam:
-    """Main param: the tensor that the optimizer steps on instead of a model parameter.
-
-    Attributes:
-        start, stop: the entries of the flattened local parameter that it holds.
-        tensor: has the parameter's local shape, or `[stop - start]` if dp ranks shard the optimizer state (`flat`).
-        separate: whether it has its own memory (fp32 main params, CPU offload) instead of the parameter's.
-        flat: whether it is a 1-D shard, and other ranks step on the other shards.
-        sharing: the ranks that average the gradient and step on the other shards.
-    """
-
-    name: str
-    parameter: nn.Parameter
-    start: int
-    stop: int
-    tensor: Tensor
-    separate: bool
-    flat: bool
-    sharing: GradSyncGroup | None = None
-
-    def view(self) -> Tensor:
-        """Returns a view of the model parameter's entries, with the shape of `tensor`."""
-        return self.own(self.parameter)
-
-    def follow(self, *, main_weights: bool, may_wait: bool) -> None:
-        """Applies moves, casts and edits of the model parameter since the last step to the main param.
-
-        Args:
-            main_weights (`bool`): whether half-precision parameters have fp32 main params.
-            may_wait (`bool`): whether the host may read the result of a comparison (CPU), which then saves a copy.
-        """
-        present = self.view()
-        if not self.separate and present.data_ptr() != self.tensor.data_ptr():
-            # `model.to(...)` gave the parameter new memory, which the main param shares.
-            self.separate = main_weights and present.dtype in _HALF and self.tensor.dtype not in _HALF
-            self.tensor.data = present.to(self.tensor.dtype) if self.separate else present
-        elif self.separate:
-            present = present.to(self.tensor.device)
-            rounded = self.tensor.to(present.dtype)
-            # Entries that equal the rounded main param were not edited: they keep their fp32 value.
-            if not may_wait or not torch.equal(present, rounded):
-                self.tensor.copy_(torch.where(present == rounded, self.tensor, present))
-
-    def take_over(self, state: dict[str, Any]) -> dict[str, Any]:
-        """Returns the main param's shard of state that a constructor made for the full parameter (Adagrad)."""
-        shape = self.parameter.shape
-        return {
-            name: self.own(value).to(self.tensor, copy=True)
-            if isinstance(value, Tensor) and value.shape == shape
-            else value
-            for name, value in state.items()
-        }
-
-    def own(self, tensor: Tensor) -> Tensor:
-        """Returns the entries of the main param, in its shape, from a tensor of the parameter's shape."""
-        local = local_tensor(tensor).detach()
-        return local.view(-1)[self.start : self.stop] if self.flat else local
-
-
-def _make_leaf(
-    name: str, parameter: nn.Parameter, config: MegatronConfig, sharing: GradSyncGroup, *, is_sharded: bool
-) -> MainParam:
-    local = local_tensor(parameter).detach()
-    if not local.is_contiguous():
-        raise UnsupportedError(f"{name} is not contiguous in memory, so its optimizer state cannot be sharded.")
-    shares = config.zero_stage > 0 and sharing.shard_size > 1 and not is_sharded
-    start, stop = owned_range(local.numel(), sharing.shard_size, sharing.shard_rank) if shares else (0, local.numel())
-    half = parameter.dtype in _HALF and config.fp32_main_params
-    leaf = MainParam(name, parameter, start, stop, local, half or config.offload_optimizer, shares, sharing)
-    leaf.tensor = leaf.view()
-    if leaf.separate:
-        device = torch.device("cpu") if config.offload_optimizer else local.device
-        dtype = torch.float32 if half else local.dtype
-        # Copies even if device and dtype are the same: results must not depend on `offload_optimizer`.
-        leaf.tensor = leaf.tensor.to(device=device, dtype=dtype, copy=True)
-    return leaf
 
 
 class ShardedOptimizer:
@@ -129,10 +39,13 @@ class ShardedOptimizer:
         step_was_skipped: whether the last step was skipped because a gradient was not finite.
         leaves: main params of this rank, in the order of the groups.
         holds_replaced: whether one of its parameters was replaced by one of another size.
+        layer_wise (`LayerWiseStep`, *optional*): distributes full parameters over the ranks, for an optimizer that
+            needs them.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, engine: DataParallel):
+    def __init__(self, optimizer: torch.optim.Optimizer, engine: DataParallel, *, layer_wise: bool = False):
         self.optimizer, self.engine = optimizer, engine
+        self.layer_wise = LayerWiseStep(engine) if layer_wise else None
         self.step_was_skipped = False
         self.holds_replaced = False
         self.leaves: list[MainParam] = []
@@ -145,6 +58,8 @@ class ShardedOptimizer:
         self._listed: list[list[Tensor]] | None = None
         for group in optimizer.param_groups:
             self.adopt(group)
+        # The groups' values before a step that is skipped.
+        self._unstepped: list[dict[str, Any]] = []
         self.find_state_by_parameter()
         engine.add_optimizer(self)
         self._hook = optimizer.register_step_pre_hook(self._before_step)
@@ -154,6 +69,7 @@ class ShardedOptimizer:
         """Creates the main params of a group's parameters."""
         self.engine.scan()
         names = self.engine.parameters.names()
+        leaves: list[MainParam] = []
         for parameter in group["params"]:
             if id(parameter) not in names:
                 raise self._untracked(parameter)
@@ -163,11 +79,25 @@ class ShardedOptimizer:
             sharing = self.engine.parameters.sync_group(parameter)
             name = names[id(parameter)]
             is_sharded = self.engine.state.shards(name)
-            leaf = _make_leaf(name, parameter, self.engine.config, sharing, is_sharded=is_sharded)
-            self.leaves.append(leaf)
-            self._leaf_of |= {id(parameter): leaf.tensor, id(leaf.tensor): leaf.tensor}
-            if parameter in self.optimizer.state:
-                self.optimizer.state[leaf.tensor] = leaf.take_over(self.optimizer.state.pop(parameter))
+            leaves.append(make_main_param(name, parameter, self.engine.config, sharing, is_sharded=is_sharded))
+        if self.layer_wise is not None:
+            self.layer_wise.add(leaves)
+        self.leaves.extend(leaves)
+        for leaf in leaves:
+            self._leaf_of |= {id(tensor): leaf.stepped for tensor in (leaf.parameter, leaf.tensor, leaf.stepped)}
+            if leaf.parameter in self.optimizer.state:
+                self.optimizer.state[leaf.stepped] = self._take_over(leaf)
+
+    def _take_over(self, leaf: MainParam) -> dict[str, Any]:
+        """Removes the state that the optimizer's constructor made for a parameter, and returns the main param's."""
+        state = self.optimizer.state.pop(leaf.parameter)
+        if leaf.full is not None:
+            name = type(self.optimizer).__name__
+            raise UnsupportedError(
+                f"{name} created state for {leaf.name} in its constructor, but it steps on another tensor: the full "
+                "parameter. Create the state in the first step, as torch's Adam does."
+            )
+        return leaf.take_over(state)
 
     def _untracked(self, parameter: Tensor) -> ConfigError:
         # With data parallelism, gradients of such a parameter would be computed from the local samples only.
@@ -268,10 +198,7 @@ class ShardedOptimizer:
         if self.holds_replaced:
             reject_replaced(optimizer, _parameters(optimizer))
         engine.check_before_step()
-        may_wait = not is_async_device(engine.mesh.device)
-        with torch.no_grad():
-            for leaf in self.leaves:
-                leaf.follow(main_weights=engine.config.fp32_main_params, may_wait=may_wait)
+        self._follow_parameters()
         self.step_was_skipped = False
         grad_status = engine.step_status.gradients if engine.step_status.gradients is not self._used else GradStatus()
         limit = engine.config.gradient_clipping
@@ -291,30 +218,64 @@ class ShardedOptimizer:
             # gradient norm over all of them.
             for leaf in self.leaves:
                 leaf.tensor.grad = None
+            # Schedule-free optimizers count their steps in the groups.
+            self._unstepped = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
+        elif self.layer_wise is not None:
+            self.layer_wise.gather()
         self._used = engine.step_status.gradients
         engine.step_status.gradients.used = True
+        copy_overrides(optimizer, ((leaf.parameter, leaf.stepped) for leaf in self.leaves))
         self._enter()
+
+    @torch.no_grad()
+    def _follow_parameters(self) -> None:
+        """Applies edits of the model parameters to the main params."""
+        may_wait = not is_async_device(self.engine.mesh.device)
+        for leaf in self.leaves:
+            leaf.follow(main_weights=self.engine.config.fp32_main_params, may_wait=may_wait)
+
+    @torch.no_grad()
+    def switch(self, method: Callable[[], None], *, is_training: bool) -> None:
+        """Runs `train` or `eval` of a schedule-free optimizer on the main params, and updates the parameters.
+
+        Collective, unless all groups are in that mode already: Trainer calls `train` in every step.
+        """
+        if all(group.get("train_mode") is is_training for group in self.optimizer.param_groups):
+            return
+        if self.engine.state.shards_weights:
+            reshard([self.engine.model])
+        self._follow_parameters()
+        with self.main_params_in_groups():
+            method()
+        self._write_back([leaf for leaf in self.leaves if leaf.flat])
 
     @torch.no_grad()
     def _after_step(self, optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict[str, Any]) -> None:
         self._leave()
         if self.step_was_skipped:
+            for group, values in zip(optimizer.param_groups, self._unstepped, strict=True):
+                group.update(values)
             self._discard()
             return
         if self.engine.state.shards_weights:
             # A forward without a backward leaves weights unsharded: they hold the values from before the step.
             reshard([self.engine.model])
+        if self.layer_wise is not None:
+            self.layer_wise.scatter()
+        self._write_back([leaf for leaf in self.leaves if leaf.flat and leaf.tensor.grad is not None])
+        for stepped in self.engine.callbacks.on_stepped:
+            stepped()
+
+    def _write_back(self, moved: list[MainParam]) -> None:
+        """Copies main params into the model parameters, and all-gathers the parameters of which shards have `moved`."""
         # fp32 main params -> this rank's shard of the model parameters -> all-gather over the dp ranks.
         for leaf in self.leaves:
             if leaf.separate:
                 leaf.view().copy_(leaf.tensor)
-        self.publish()
-        for stepped in self.engine.callbacks.on_stepped:
-            stepped()
+        self.publish(moved)
 
-    def publish(self) -> None:
-        """All-gathers the parameters whose shards were updated; collective over the ranks that share them."""
-        moved = [leaf for leaf in self.leaves if leaf.flat and leaf.tensor.grad is not None]
+    def publish(self, moved: list[MainParam]) -> None:
+        """All-gathers the parameters of which shards have `moved`; collective over the ranks that share them."""
         # The buckets are rebuilt only if other parameters than in the last step have gradients.
         if [id(leaf.parameter) for leaf in moved] != [id(leaf.parameter) for leaf in self._published]:
             together: dict[GradSyncGroup, list[nn.Parameter]] = {}
@@ -402,9 +363,21 @@ class _TakenOver:
         self._hf_megatron.find_state_by_parameter()
 
 
+class _ScheduleFree(_TakenOver):
+    """Mixin of a prepared schedule-free optimizer's class, which moves the parameters in `train` and `eval` too."""
+
+    def train(self) -> None:
+        self._hf_megatron.switch(super().train, is_training=True)  # type: ignore[misc]
+
+    def eval(self) -> None:
+        self._hf_megatron.switch(super().eval, is_training=False)  # type: ignore[misc]
+
+
 @cache
 def _taken_over(base: Any) -> type:
-    return type(base.__name__, (_TakenOver, base), {})
+    # Accelerate and Trainer call `train` and `eval` of every optimizer that has them.
+    mixin = _ScheduleFree if hasattr(base, "train") and hasattr(base, "eval") else _TakenOver
+    return type(base.__name__, (mixin, base), {})
 
 
 def sharded(optimizer: Any) -> ShardedOptimizer | None:
@@ -418,12 +391,9 @@ def stepping_optimizer(optimizer: Any) -> Any:
     return inner if isinstance(inner, torch.optim.Optimizer) else optimizer
 
 
-def is_elementwise(optimizer_class: type) -> bool:
-    package = optimizer_class.__module__.partition(".")[0]
-    return optimizer_class.__name__ in ELEMENTWISE.get(package, ())
-
-
-def prepare_optimizer(optimizer: torch.optim.Optimizer, *, elementwise: bool = False) -> torch.optim.Optimizer:
+def prepare_optimizer(
+    optimizer: torch.optim.Optimizer, *, elementwise: bool = False, layer_wise: bool = False
+) -> torch.optim.Optimizer:
     """Prepares the optimizer of a parallelized model: it then steps on this rank's shards.
 
     Trainer and Accelerate call it themselves. An optimizer without parameters of a parallelized model is returned
@@ -431,51 +401,60 @@ def prepare_optimizer(optimizer: torch.optim.Optimizer, *, elementwise: bool = F
 
     Args:
         optimizer (`torch.optim.Optimizer`): created from the model's parameters, before its first step.
-        elementwise (`bool`, defaults to `False`): set it for a class that is not in `ELEMENTWISE` and updates each
-            entry of a parameter from that entry only.
+        elementwise (`bool`, defaults to `False`): set it for an unknown class that updates each entry of a parameter
+            from that entry only.
+        layer_wise (`bool`, defaults to `False`): set it for an unknown class that updates each parameter from that
+            parameter, its gradient and its own state only. One rank then updates the full parameter, and keeps its
+            state.
 
     Returns:
         the same optimizer, whose groups list main params while it steps.
 
     Raises:
-        UnsupportedError: if the class needs full parameters (Adafactor, Muon, LBFGS, block-wise 8-bit) or is unknown.
+        UnsupportedError: if the class is unknown, or combines values of several parameters (LBFGS).
         ConfigError: if the optimizer holds parameters of several models, or has stepped already.
     """
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise ConfigError(f"prepare_optimizer takes a torch.optim.Optimizer, got {type(optimizer).__name__}.")
+    if elementwise and layer_wise:
+        raise ConfigError("prepare_optimizer(elementwise=True, layer_wise=True): set one of them.")
     if sharded(optimizer) is not None:
         return optimizer
     engines = [get_engine(p) for p in _parameters(optimizer)]
     engine = next((engine for engine in engines if engine is not None), None)
     if engine is None:
         return optimizer
-    engine.reject_sums_over_parameters(optimizer, elementwise=elementwise)
+    engine.reject_sums_over_parameters(optimizer, declared=elementwise or layer_wise)
     name = type(optimizer).__name__
     # Adagrad creates its state, with `step` 0, in its constructor.
     if any(float(state.get("step", 1)) > 0 for state in optimizer.state.values()):
         raise ConfigError(f"{name} has stepped already; prepare it before its first step.")
+    if engine.state.cut is not None and has_positional_overrides(optimizer):
+        # Positions in the groups differ on a stage, which leaves out the other stages' parameters.
+        raise UnsupportedError(
+            "GlobalOptimManager.register_parameters is not supported with pipeline stages. Call "
+            "GlobalOptimManager.override_config alone."
+        )
+    layer_wise = layer_wise or (is_layer_wise(type(optimizer)) and not elementwise)
     sees_full_params = engine.config.zero_stage == 0 and not any(
         engine.parameters.is_split(p) for p in _parameters(optimizer)
     )
-    if not (elementwise or sees_full_params or is_elementwise(type(optimizer))):
+    if not (elementwise or layer_wise or sees_full_params or is_elementwise(type(optimizer))):
         raise UnsupportedError(
-            f"{type(optimizer).__module__}.{name} is not known to be elementwise (known: {', '.join(known())}): on "
-            "shards of parameters it may compute something else. Use zero_stage=0 with tp_size=1 and ep_size=1, where "
-            "parameters are not sharded, or hf_megatron.prepare_optimizer(optimizer, elementwise=True) if it updates "
-            "each entry from that entry only."
+            f"{type(optimizer).__module__}.{name} is not known to be elementwise (known: "
+            f"{', '.join(known_elementwise())}): on shards of parameters it may compute something else. Call "
+            "hf_megatron.prepare_optimizer(optimizer, layer_wise=True) if it updates each parameter from that "
+            "parameter and its gradient only, or prepare_optimizer(optimizer, elementwise=True) if it updates each "
+            "entry from that entry only."
         )
-    half = any(p.dtype in _HALF for p in _parameters(optimizer))
+    half = any(p.dtype in HALF for p in _parameters(optimizer))
     if half and engine.config.fp32_main_params and engine.config.zero_stage < 3:
         engine.reduce_gradients()
     # The class is swapped last: the mixin's methods need `_hf_megatron`.
-    state = ShardedOptimizer(optimizer, engine)
+    state = ShardedOptimizer(optimizer, engine, layer_wise=layer_wise)
     optimizer._hf_megatron = state  # type: ignore[attr-defined]
     optimizer.__class__ = _taken_over(type(optimizer))  # type: ignore[arg-type]
     return optimizer
-
-
-def known() -> list[str]:
-    return sorted({name for names in ELEMENTWISE.values() for name in names})
 
 
 def _parameters(optimizer: torch.optim.Optimizer) -> Iterable[Tensor]:

@@ -37,10 +37,8 @@ from .grad_store import GradStore, PlainGradients
 from .inplace_edits import PartVersions, unedited
 from .model_parameters import MARK, REPLACED, ModelParameters
 from .module_checks import ModuleGuards
+from .optimizer_classes import steps_on_single_parameters
 from .step_status import StepCallbacks, StepStatus
-
-# Packages whose optimizers step on each parameter separately.
-_ELEMENTWISE_PACKAGES = ("torch.optim.", "transformers.optimization.", "apex.", "transformer_engine.", "lion_pytorch.")
 
 
 class DataParallel(Shared):
@@ -366,14 +364,17 @@ class DataParallel(Shared):
         for guard in self.callbacks.guards:
             guard()
 
-    def reject_sums_over_parameters(self, optimizer: torch.optim.Optimizer, *, elementwise: bool = False) -> None:
-        """Raises `UnsupportedError` for an optimizer that may combine parameters of several pipeline stages."""
+    def reject_sums_over_parameters(self, optimizer: torch.optim.Optimizer, *, declared: bool = False) -> None:
+        """Raises `UnsupportedError` for an optimizer that may combine parameters of several pipeline stages.
+
+        Args:
+            declared (`bool`): whether the caller declared that it does not.
+        """
         cls = type(optimizer)
-        is_known = f"{cls.__module__}.".startswith(_ELEMENTWISE_PACKAGES) and not issubclass(cls, torch.optim.LBFGS)
-        if self.state.cut is not None and not (is_known or elementwise):
+        if self.state.cut is not None and not (declared or steps_on_single_parameters(cls)):
             raise UnsupportedError(
                 f"{cls.__name__} may combine values of all parameters, but a pipeline stage has only its own. Use "
-                "pp_size=1, or hf_megatron.prepare_optimizer(optimizer, elementwise=True) if it steps on each "
+                "pp_size=1, or call hf_megatron.prepare_optimizer(optimizer, layer_wise=True) if it steps on each "
                 "parameter separately."
             )
 

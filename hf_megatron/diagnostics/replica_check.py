@@ -19,7 +19,8 @@ from ..compat.ecosystem import strip_adapter_prefix
 from ..compat.torch_dtensor import local_tensor, plain_parts
 from ..core.communication.rng import default_generator, host_state
 from ..core.off_stage import is_off_stage, local_named_parameters
-from ..data_parallel.distributed_optimizer import MainParam, sharded, stepping_optimizer
+from ..data_parallel.distributed_optimizer import sharded, stepping_optimizer
+from ..data_parallel.main_params import MainParam
 from ..errors import ReplicaError
 from ..parallel_state import ParallelState, parallel_state, unwrap_parallel_model
 

@@ -102,3 +102,13 @@ def test_data_benchmark(tmp_path):
     results = json.loads((tmp_path / "data.json").read_text())["results"]
     assert results["open_100_gb"]["bytes"] < 2**20
     assert set(results["order"]) == {"documents", "numpy", "megatron", "ratio"}
+
+
+def test_muon_memory_benchmark(tmp_path):
+    out = tmp_path / "result.json"
+    command = [sys.executable, "benchmarks/muon_memory.py", "--layouts", "tp2", "--out", str(out)]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
+    assert result.returncode == 0, result.stderr[-3000:]
+    rows = json.loads(out.read_text())["rows"]
+    full, *_ = rows["DDP, 2 ranks"]["muon_bytes_per_rank"]
+    assert sum(rows["tp2"]["muon_bytes_per_rank"]) == full

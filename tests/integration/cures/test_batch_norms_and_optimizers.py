@@ -31,23 +31,6 @@ def train(model, optimizer, batch, prepare=lambda model: None):
     return values
 
 
-def test_adafactor_on_experts_needs_unsharded_parameters():
-    tiny = make_tiny_model(CONFIG_MAPPING["qwen3_moe"](), microbatches=2, batch_size=5)
-    batch = tiny.batches[0]
-
-    def on_rank(text):
-        model = tiny.load(megatron_config=parse_layout(text))
-        cure = "Use zero_stage=0 with tp_size=1 and ep_size=1, where parameters are not sharded, or"
-        with pytest.raises(UnsupportedError, match=re.escape(cure)):
-            prepare_optimizer(torch.optim.Adafactor(model.parameters()))
-        model = tiny.load(megatron_config=parse_layout("dp2+zero0"))
-        return train(model, prepare_optimizer(torch.optim.Adafactor(model.parameters())), batch)
-
-    model = tiny.load()
-    expected = pytest.approx(train(model, torch.optim.Adafactor(model.parameters()), batch), rel=1e-4)
-    assert run_ranks(on_rank, 2, "dp2+ep2+zero0") == [expected] * 2
-
-
 @pytest.mark.parametrize("keeps", [False, True])
 @pytest.mark.parametrize("text", ["dp2", "pp2"])
 def test_batch_norms_in_evaluation_mode(text, keeps):

@@ -185,13 +185,13 @@ class OwnSGD(torch.optim.SGD):
     """An optimizer class that the library does not know."""
 
 
-def train_with_unknown_optimizer(loop, cure):
-    """Prepares an optimizer that raises, and declares it elementwise, as the error says."""
+def train_with_unknown_optimizer(loop, cure, **declaration):
+    """Prepares an optimizer that raises, and declares what it needs, as the error says."""
     optimizer = OwnSGD(loop.model.parameters(), lr=0.05)
     if is_parallel(loop):
         with expect_error(cure):
             prepare_optimizer(optimizer)
-        prepare_optimizer(optimizer, elementwise=True)
+        prepare_optimizer(optimizer, **declaration)
     loop.optimizer = optimizer
     loop.step(0)
     loop.step(1)
@@ -201,17 +201,53 @@ def train_with_unknown_optimizer(loop, cure):
 def declare_elementwise(loop):
     train_with_unknown_optimizer(
         loop,
-        "or hf_megatron.prepare_optimizer(optimizer, elementwise=True) if it updates each entry from that entry only.",
+        "or prepare_optimizer(optimizer, elementwise=True) if it updates each entry from that entry only.",
+        elementwise=True,
+    )
+
+
+@cure_pattern("dp2", "tp2", "dp2+zero3")
+def declare_layer_wise(loop):
+    train_with_unknown_optimizer(
+        loop,
+        "Call hf_megatron.prepare_optimizer(optimizer, layer_wise=True) if it updates each parameter from that "
+        "parameter and its gradient only, or",
+        layer_wise=True,
     )
 
 
 @cure_pattern("pp2")
-def declare_elementwise_on_stages(loop):
+def declare_layer_wise_on_stages(loop):
     train_with_unknown_optimizer(
         loop,
-        "Use pp_size=1, or hf_megatron.prepare_optimizer(optimizer, elementwise=True) if it steps on each parameter "
-        "separately.",
+        "Use pp_size=1, or call hf_megatron.prepare_optimizer(optimizer, layer_wise=True) if it steps on each "
+        "parameter separately.",
+        layer_wise=True,
     )
+
+
+class EagerMomentum(OwnSGD):
+    """SGD that creates its momentum in the constructor, or later."""
+
+    def __init__(self, parameters, lr, in_constructor):
+        super().__init__(parameters, lr=lr, momentum=0.9)
+        for group in self.param_groups if in_constructor else ():
+            for parameter in group["params"]:
+                # As Adagrad, whose `step` of 0 shows that it has not stepped.
+                self.state[parameter] = {"step": 0, "momentum_buffer": torch.zeros_like(parameter)}
+
+
+@cure_pattern("dp2", "tp2")
+def create_state_in_first_step(loop):
+    if is_parallel(loop):
+        with expect_error("Create the state in the first step, as torch's Adam does."):
+            eager = EagerMomentum(loop.model.parameters(), 0.05, in_constructor=True)
+            prepare_optimizer(eager, layer_wise=True)
+    loop.optimizer = EagerMomentum(loop.model.parameters(), 0.05, in_constructor=False)
+    if is_parallel(loop):
+        prepare_optimizer(loop.optimizer, layer_wise=True)
+    loop.step(0)
+    loop.step(1)
 
 
 @cure_pattern("dp2+zero3")

@@ -220,7 +220,8 @@ def test_non_elementwise_optimizers_are_rejected(folder, prepared):
             if prepared:
                 prepare_optimizer(optimizer)
             optimizer.step()
-        prepare_optimizer(OfItsOwn(model.parameters(), lr=0.1), elementwise=True).step()
+        for declaration in ("elementwise", "layer_wise"):
+            prepare_optimizer(OfItsOwn(model.parameters(), lr=0.1), **{declaration: True}).step()
 
     run_ranks(on_rank, 2)
 

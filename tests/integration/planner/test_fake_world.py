@@ -204,9 +204,9 @@ def keep_reduction_buffer(monkeypatch):
 def keep_last_weights(monkeypatch):
     publish = distributed_optimizer.ShardedOptimizer.publish
 
-    def keep(self):
+    def keep(self, moved):
         self.copies = [leaf.view().clone() for leaf in self.leaves]
-        publish(self)
+        publish(self, moved)
 
     monkeypatch.setattr(distributed_optimizer.ShardedOptimizer, "publish", keep)
 

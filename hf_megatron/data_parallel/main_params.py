@@ -1,0 +1,117 @@
+"""Main params: the tensors that an optimizer steps on instead of the model parameters, one shard per rank."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..compat.torch_dtensor import local_tensor
+from ..config import MegatronConfig
+from ..errors import UnsupportedError
+from .buckets import owned_range
+from .full_params import FullParam
+from .grad_sync_groups import GradSyncGroup
+
+HALF = (torch.bfloat16, torch.float16)
+
+
+@dataclass
+class MainParam:
+    """Main param: the tensor that the optimizer steps on instead of a model parameter.
+
+    Attributes:
+        start, stop: the entries of the flattened local parameter that it holds.
+        tensor: has the parameter's local shape, or `[stop - start]` if dp ranks shard the optimizer state (`flat`).
+        separate: whether it has its own memory (fp32 main params, CPU offload) instead of the parameter's.
+        flat: whether it is a 1-D shard, and other ranks step on the other shards.
+        sharing: the ranks that average the gradient and step on the other shards.
+        full (`FullParam`, *optional*): what the optimizer steps on instead of `tensor`, if it needs full parameters.
+    """
+
+    name: str
+    parameter: nn.Parameter
+    start: int
+    stop: int
+    tensor: Tensor
+    separate: bool
+    flat: bool
+    sharing: GradSyncGroup | None = None
+    full: FullParam | None = None
+
+    @property
+    def stepped(self) -> Tensor:
+        """The tensor of any shape that the optimizer's groups list during a step."""
+        return self.tensor if self.full is None else self.full.tensor
+
+    @property
+    def covers_parameter(self) -> bool:
+        """Whether the optimizer's state of this main param is that of all entries of the parameter."""
+        is_local = local_tensor(self.parameter).numel() == self.parameter.numel()
+        return self.full is not None or (is_local and not self.flat)
+
+    def view(self) -> Tensor:
+        """Returns a view of the model parameter's entries, with the shape of `tensor`."""
+        return self.own(self.parameter)
+
+    def follow(self, *, main_weights: bool, may_wait: bool) -> None:
+        """Applies moves, casts and edits of the model parameter since the last step to the main param.
+
+        Args:
+            main_weights (`bool`): whether half-precision parameters have fp32 main params.
+            may_wait (`bool`): whether the host may read the result of a comparison (CPU), which then saves a copy.
+        """
+        present = self.view()
+        if not self.separate and present.data_ptr() != self.tensor.data_ptr():
+            # `model.to(...)` gave the parameter new memory, which the main param shares.
+            self.separate = main_weights and present.dtype in HALF and self.tensor.dtype not in HALF
+            self.tensor.data = present.to(self.tensor.dtype) if self.separate else present
+        elif self.separate:
+            present = present.to(self.tensor.device)
+            rounded = self.tensor.to(present.dtype)
+            # Entries that equal the rounded main param were not edited: they keep their fp32 value.
+            if not may_wait or not torch.equal(present, rounded):
+                self.tensor.copy_(torch.where(present == rounded, self.tensor, present))
+
+    def take_over(self, state: dict[str, Any]) -> dict[str, Any]:
+        """Returns the main param's shard of state that a constructor made for the full parameter (Adagrad)."""
+        shape = self.parameter.shape
+        return {
+            name: self.own(value).to(self.tensor, copy=True)
+            if isinstance(value, Tensor) and value.shape == shape
+            else value
+            for name, value in state.items()
+        }
+
+    def own(self, tensor: Tensor) -> Tensor:
+        """Returns the entries of the main param, in its shape, from a tensor of the parameter's shape."""
+        local = local_tensor(tensor).detach()
+        return local.view(-1)[self.start : self.stop] if self.flat else local
+
+
+def make_main_param(
+    name: str, parameter: nn.Parameter, config: MegatronConfig, sharing: GradSyncGroup, *, is_sharded: bool
+) -> MainParam:
+    """Creates the main param of a local parameter of any shape.
+
+    Args:
+        sharing (`GradSyncGroup`): the ranks that average its gradient.
+        is_sharded (`bool`): whether ZeRO stage 3 shards the parameter.
+
+    Raises:
+        UnsupportedError: the parameter is not contiguous in memory.
+    """
+    local = local_tensor(parameter).detach()
+    if not local.is_contiguous():
+        raise UnsupportedError(f"{name} is not contiguous in memory, so its optimizer state cannot be sharded.")
+    shares = config.zero_stage > 0 and sharing.shard_size > 1 and not is_sharded
+    start, stop = owned_range(local.numel(), sharing.shard_size, sharing.shard_rank) if shares else (0, local.numel())
+    half = parameter.dtype in HALF and config.fp32_main_params
+    leaf = MainParam(name, parameter, start, stop, local, half or config.offload_optimizer, shares, sharing)
+    leaf.tensor = leaf.view()
+    if leaf.separate:
+        device = torch.device("cpu") if config.offload_optimizer else local.device
+        dtype = torch.float32 if half else local.dtype
+        # Copies even if device and dtype are the same: results must not depend on `offload_optimizer`.
+        leaf.tensor = leaf.tensor.to(device=device, dtype=dtype, copy=True)
+    return leaf
