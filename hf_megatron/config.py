@@ -89,7 +89,7 @@ _FIELD_CHECKS: tuple[tuple[tuple[str, ...], Callable[[Any], bool], str], ...] = 
         "True or False",
     ),
     (("shard_saved_activations",), lambda value: value is None or isinstance(value, bool), "True or False"),
-    (("seed",), _is_integer, "an integer"),
+    (("seed",), lambda value: value is None or _is_integer(value), "None or an integer"),
     (("timeout",), lambda value: _is_finite(value) and value > 0, "seconds, more than 0"),
     (
         ("router_bias_update_rate", "router_z_loss_coef"),
@@ -191,8 +191,9 @@ class MegatronConfig:
         unverified (`str`, defaults to `"check"`): what happens to a model and layout without a recorded parity result.
             `"check"` compares a tiny model with a single process first and raises if they differ; `"raise"` raises;
             `"allow"` loads it with a warning.
-        seed (`int`, defaults to 0): seed of weights that are initialized rather than loaded; the same seed gives the
-            same global weights on every layout.
+        seed (`int`, *optional*): seed of models created by `from_config`, which then hold one layer at a time in full;
+            the same seed gives the same global weights on every layout. `None`: the first rank draws the full model
+            from torch's generator, with a single process's weights.
         timeout (`float`, defaults to 1800): seconds a collective may take before the job is aborted.
 
     Raises:
@@ -233,7 +234,7 @@ class MegatronConfig:
     frozen_models: Mapping[str, Mapping[str, Any]] | None = field(default=None, hash=False)
     strict_loading: bool = True
     unverified: str = "check"
-    seed: int = 0
+    seed: int | None = None
     timeout: float = 1800.0
 
     def __new__(cls, *args: Any, **kwargs: Any) -> "MegatronConfig":

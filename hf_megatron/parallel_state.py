@@ -186,6 +186,8 @@ class ParallelState(Shared):
         hooks (`ForwardHooks`): table of the model's forward hooks.
         shared_apart: modules (experts) whose weights are replicated over other ranks than the rest of the model.
         is_quantized: whether linears hold quantized weights.
+        create_stock_model (`Callable`, *optional*): creates the full model of `from_config` on the first rank; removed
+            once its weights are drawn.
         modalities: inputs that a pipeline passes to its stages besides text and images.
         call (`CurrentCall`): metadata of the current forward.
         data_parallel (`DataParallelEngine`, *optional*): reduces gradients; set by `install`.
@@ -203,6 +205,7 @@ class ParallelState(Shared):
     full_sequence_fns: list[tuple[str, Callable[[Any], Any]]] = field(default_factory=list)
     names: WeightNames = field(default_factory=WeightNames)
     rearranged: RearrangedWeights = field(default_factory=RearrangedWeights)
+    create_stock_model: Callable[[], nn.Module] | None = None
     # Set by `install`, and not used before.
     loss: BatchLoss = None  # type: ignore[assignment]
     patches: ModelPatches = field(default_factory=ModelPatches)

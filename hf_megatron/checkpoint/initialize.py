@@ -2,8 +2,9 @@
 
 `nn.init` on a DTensor draws the same local values on each rank (CPU), or depends on the mesh. Here the model's own
 `_init_weights` initializes every module on full tensors with a per-module seed, and each rank keeps its shard; at most
-one layer, or one module outside the layers, is unsharded at a time. Modules that a class adds to a checkpoint, such as
-a classification head, get the values that a single process would draw.
+one layer, or one module outside the layers, is unsharded at a time. Without a seed, the first rank creates the full
+model as a single process would, and broadcasts it. Modules that a class adds to a checkpoint, such as a classification
+head, get the values that a single process would draw.
 """
 
 import hashlib
@@ -17,6 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from ..compat.torch_dtensor import dtensor_from_local
 from ..core.axes import Axes
+from ..core.communication.rank_errors import propagate_errors
 from ..core.placement import ParameterSharding, Placement
 from ..parallel_state import ParallelState
 
@@ -105,6 +107,11 @@ def initialize(
                 done[id(original)] = nn.Parameter(value, original.requires_grad)
                 done[id(original)]._is_hf_initialized = True  # type: ignore[attr-defined]
             _set(model, name, done[id(original)])
+    _mark_initialized(model)
+
+
+def _mark_initialized(model: nn.Module) -> None:
+    """Marks modules whose weights and buffers have all been filled, so that transformers does not draw them again."""
     for module in model.modules():
         # Some `_init_weights` write in place without checking whether a parameter was loaded; DTensors may reject
         # that.
@@ -116,10 +123,10 @@ def initialize(
 def initialize_missing(model: Any, state: ParallelState, names: set[str]) -> None:
     """Initializes placeholders of a parallelized model, on each rank the local ones; collective.
 
-    A model without any loaded weights is initialized by `initialize`. Modules that a class adds to a checkpoint, and
-    those whose weights have another shape in it, get the values that a single process would draw: the generator of
-    rank 0 is broadcast, draws in transformers' order, stage by stage of a pipeline, and ends in the state that it would
-    have in a single process.
+    A model without loaded weights gets those of `state.create_stock_model`, or with a seed, of `initialize`. Modules
+    that a class adds to a checkpoint, and those whose weights have another shape in it, get the values that a single
+    process would draw: the generator of rank 0 is broadcast, draws in transformers' order, stage by stage of a pipeline,
+    and ends in the state that it would have in a single process.
     """
     # The loader may consider a tied weight loaded.
     tied = getattr(model, "all_tied_weights_keys", {})
@@ -132,7 +139,9 @@ def initialize_missing(model: Any, state: ParallelState, names: set[str]) -> Non
     ranks: list[tuple[set[int], bool]] = [(set(), False)] * dist.get_world_size()
     dist.all_gather_object(ranks, (set(by_owner), all_missing))
     if all(all_missing for _, all_missing in ranks):
-        seed, device = state.config.seed, state.mesh.device
+        if state.create_stock_model is not None and state.config.seed is None:
+            return _broadcast_stock_model(model, state, names)
+        seed, device = state.config.seed or 0, state.mesh.device
         return initialize(model, state.shardings, names, seed=seed, axes=state.axes, device=device)
     # Each stage continues with the generator of the one before it, and at the end all adopt the last one's.
     source, owners = 0, sorted({owner for some, _ in ranks for owner in some})
@@ -154,13 +163,42 @@ def _draw_next(model: Any, state: ParallelState, names: set[str]) -> None:
                 _initializer(model, name)._init_weights(module)
     placed: dict[int, nn.Parameter] = {}
     for name, original in originals.items():
-        if id(original) not in placed:
-            full = model.get_parameter(name).detach()
-            local = local_part(full, state.placement(name), state.axes).to(state.mesh.device)
-            value = dtensor_from_local(local, original) if isinstance(original, DTensor) else local
-            placed[id(original)] = nn.Parameter(value, original.requires_grad)
-            placed[id(original)]._is_hf_initialized = True  # type: ignore[attr-defined]
-        _set(model, name, placed[id(original)])
+        _place(model, state, name, original, model.get_parameter(name).detach(), placed)
+
+
+def _place(
+    model: nn.Module, state: ParallelState, name: str, original: Any, full: Tensor, placed: dict[int, nn.Parameter]
+) -> None:
+    """Replaces a placeholder by this rank's shard of a full weight; names of one placeholder share a parameter."""
+    if id(original) not in placed:
+        local = local_part(full, state.placement(name), state.axes).to(state.mesh.device, original.dtype)
+        value = dtensor_from_local(local, original) if isinstance(original, DTensor) else local
+        placed[id(original)] = nn.Parameter(value, original.requires_grad)
+        placed[id(original)]._is_hf_initialized = True  # type: ignore[attr-defined]
+    _set(model, name, placed[id(original)])
+
+
+def _broadcast_stock_model(model: nn.Module, state: ParallelState, names: set[str]) -> None:
+    """Fills a model with the weights that a single process draws; only the first rank holds all of them."""
+    assert state.create_stock_model is not None
+    weights: dict[str, Tensor] = {}
+    with propagate_errors("Creating the full model on the first rank"):
+        if dist.get_rank() == 0:
+            weights = dict(state.create_stock_model().named_parameters(remove_duplicate=False))
+    _share_generator(0)
+    described = [[(name, weight.shape, weight.dtype) for name, weight in weights.items()]]
+    dist.broadcast_object_list(described, src=0)
+    originals = {name: model.get_parameter(name) for name in names}
+    placed: dict[int, nn.Parameter] = {}
+    for name, shape, dtype in described[0]:
+        full = torch.empty(shape, dtype=dtype, device=state.mesh.device)
+        if name in weights:
+            full.copy_(weights[name].detach())
+        dist.broadcast(full, src=0)
+        if name in originals:
+            _place(model, state, name, originals[name], full, placed)
+    assert originals.keys() <= {name for name, _, _ in described[0]}
+    _mark_initialized(model)
 
 
 def _children_first(module: nn.Module, name: str = "") -> Iterator[tuple[str, nn.Module]]:

@@ -263,6 +263,8 @@ _ROWS: tuple[tuple[str, ...], ...] = (
     ("accelerate.data_loader:DataLoaderStateMixin.end", "accelerate.batch_shards:end",
      "drops the loader while Trainer still collects its batches",
      "Accelerate counts the samples that its samplers yield"),
+    ("accelerate.data_loader:DataLoaderStateMixin.end", "accelerate.shuffled_order:end_order",
+     "knows no order that a saved state could continue", "Accelerate saves the order of an epoch"),
     ("accelerate.data_loader:DataLoaderDispatcher.__init__", "accelerate.data_loaders:make_dispatcher",
      "splits batches over model-parallel ranks if a loader is recreated to skip some", _ACCELERATE),
     ("accelerate.data_loader:DataLoaderShard.__iter__", "accelerate.data_loaders:iterate",

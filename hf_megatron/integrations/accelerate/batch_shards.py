@@ -38,10 +38,6 @@ def end(original: Callable, self: Any) -> None:
     """
     if vars(self.gradient_state).get(_COLLECTS):
         vars(self.gradient_state)[_ENDED] = weakref.ref(self)
-    if batches_are_ours():
-        from .shuffled_order import end_order
-
-        end_order(self)
     original(self)
 
 

@@ -80,8 +80,8 @@ def begin_order(loader: Any) -> None:
         sampler.continues = any(isinstance(one, SkipBatchSampler) for one in list_samplers(loader))
 
 
-def end_order(loader: Any) -> None:
-    """Forgets the order of an epoch that was read to its end."""
-    sampler = find_sampler(loader)
-    if isinstance(sampler, SharedOrderSampler):
+def end_order(original: Callable, self: Any) -> None:
+    """Ends an iteration, and forgets the order of the epoch that was read."""
+    if batches_are_ours() and isinstance(sampler := find_sampler(self), SharedOrderSampler):
         sampler.order_seed = None
+    original(self)

@@ -12,6 +12,7 @@ Every replacement leaves models alone that were loaded without the argument.
 """
 
 import contextlib
+import copy
 import dataclasses
 import sys
 import types
@@ -76,10 +77,12 @@ class LoadRequest:
     Attributes:
         config (`MegatronConfig`): the validated configuration.
         quantizer (*optional*): transformers' quantizer of `quantization_config`.
+        create_stock_model (`Callable`, *optional*): creates the full model as a single process would.
     """
 
     config: MegatronConfig
     quantizer: Any = None
+    create_stock_model: Callable[[], Any] | None = None
 
     def to_dict(self) -> dict[str, Any]:
         return self.config.to_dict()
@@ -129,7 +132,9 @@ def from_config(original: Callable, cls: Any, config: Any, *, megatron_config: A
 
     def create_parallelized(*, megatron_config: Any, **kwargs: Any) -> Any:
         layout = _validate(megatron_config, kwargs)
-        return _initialize(cls, config, layout, **kwargs) if layout.is_parallel else create_unsharded(**kwargs)
+        if not layout.is_parallel:
+            return create_unsharded(**kwargs)
+        return _initialize(cls, config, layout, _in_current_state(original, cls, config, kwargs), **kwargs)
 
     if megatron_config is not None:
         return create_parallelized(megatron_config=megatron_config, **kwargs)
@@ -224,13 +229,29 @@ def _load(original: Callable, cls: Any, layout: MegatronConfig, path: Any, /, *a
     return (model, info) if output_loading_info else model
 
 
-def _initialize(cls: Any, config: Any, layout: MegatronConfig, /, **kwargs: Any) -> Any:
+def _in_current_state(original: Callable, cls: Any, config: Any, kwargs: dict[str, Any]) -> Callable[[], Any]:
+    """Returns a function that creates the stock model from the present state of torch's generator."""
+    random_state, arguments = torch.get_rng_state(), dict(kwargs)
+
+    def create_stock_model() -> Any:
+        torch.set_rng_state(random_state)
+        return original(cls, copy.deepcopy(config), **arguments)
+
+    return create_stock_model
+
+
+def _initialize(
+    cls: Any, config: Any, layout: MegatronConfig, create_stock_model: Callable[[], Any], /, **kwargs: Any
+) -> Any:
     """Creates a model with random weights through transformers' loader."""
+    # Ranks of a dry run cannot receive weights.
+    is_dry = dist.is_initialized() and dist.get_backend() == "fake"
+    request = LoadRequest(layout, create_stock_model=None if is_dry else create_stock_model)
     dtype = kwargs.pop("dtype", kwargs.pop("torch_dtype", None)) or config.dtype or torch.get_default_dtype()
     # The loader gets no weights, so it finds all parameters missing: `initialize_missing_keys` draws them.
     with quiet_loading():
         model = cls.from_pretrained.__func__.__wrapped__(
-            cls, None, config=config, state_dict={}, dtype=dtype, distributed_config=LoadRequest(layout), **kwargs
+            cls, None, config=config, state_dict={}, dtype=dtype, distributed_config=request, **kwargs
         )
     forget_conversions(model)
     _finish(model)
@@ -262,6 +283,7 @@ def maybe_distribute_model(original: Callable, cls: Any, model: Any, distributed
             "made from, with quantization_config= and megatron_config=."
         )
     state = plan_verified(model, request.config, is_quantized=request.quantizer is not None)
+    state.create_stock_model = request.create_stock_model
     if request.quantizer is not None:
         plan_quantization(model, request.quantizer, state)
     # Ranks of a dry run have no device, whatever this machine has.
@@ -326,6 +348,7 @@ def _finish(model: Any, quantizer: Any = None) -> None:
     """Makes the loaded model compute in parallel, and sets attributes that stock training code reads."""
     state = parallel_state(model)
     assert state is not None
+    state.create_stock_model = None
     stop_exposing_full_tensors(state)
     finish_quantization(model, quantizer, state)
     _enable_memory_savings(model, state)

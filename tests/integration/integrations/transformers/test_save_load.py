@@ -1,5 +1,6 @@
 """Tests of loading weights by slices, saving merged files, and the errors raised for invalid inputs."""
 
+import dataclasses
 import json
 import logging
 import os
@@ -27,6 +28,7 @@ from transformers import (
 from hf_megatron import CheckpointError, ConfigError, MegatronConfig, UnsupportedError
 from hf_megatron.checkpoint.gather_full import full_state_dict
 from hf_megatron.core.fork_harness import run_ranks
+from hf_megatron.core.layouts import parse_layouts
 from hf_megatron.parallelize import local_numel
 from tests.helpers.shared_tiny_models import make_tiny_model
 
@@ -291,6 +293,34 @@ def test_initial_weights_are_layout_independent(model_type):
         if tensor.std() > 0:
             assert not any(torch.equal(tensor, same) for same in shapes.get(tensor.shape, [])), name
             shapes.setdefault(tensor.shape, []).append(tensor)
+
+
+def draw_from_config(config, layout, rank_seed=0):
+    """Returns the weights that `from_config` draws from seed 5 + `rank_seed` x rank, and the next random number."""
+    torch.manual_seed(5 + rank_seed * (dist.get_rank() if dist.is_initialized() else 0))
+    model = AutoModelForCausalLM.from_config(config, megatron_config=layout)
+    weights = model.state_dict() if layout is None else full_state_dict(model)
+    return {name: tensor.clone() for name, tensor in weights.items()}, torch.rand(()).item()
+
+
+# GPT-2's rule of a block overwrites weights of its projections, and its head is tied.
+@pytest.mark.parametrize(
+    ("model_type", "name", "ranks"),
+    [("gpt2", "tp2", 2), ("llama", "pp2", 2), ("llama", "dp2+zero3", 2), ("qwen3_moe", "tp2+pp2", 4)],
+)
+def test_from_config_draws_weights_of_a_single_process(model_type, name, ranks):
+    from hf_megatron.testing.tiny_config import tiny_config
+
+    config, [layout] = tiny_config(CONFIG_MAPPING[model_type]()), parse_layouts(name)
+    [(expected, number)] = run_ranks(draw_from_config, 1, config, None)
+    results = run_ranks(draw_from_config, ranks, config, layout, rank_seed=1)
+    weights, _ = results[0]
+    assert weights.keys() == expected.keys()
+    assert all(torch.equal(weights[key], tensor) for key, tensor in expected.items())
+    assert [drawn for _, drawn in results] == [number] * ranks
+    # With a seed of the layout, weights are drawn layer by layer.
+    seeded, _ = run_ranks(draw_from_config, ranks, config, dataclasses.replace(layout, seed=0))[0]
+    assert not all(torch.equal(seeded[key], tensor) for key, tensor in expected.items())
 
 
 def _load_with_new_head(path, layout, seed=3):
