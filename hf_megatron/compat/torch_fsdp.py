@@ -108,7 +108,8 @@ def replace_sharded(
     )
     old, full = group.fsdp_params[index], local
     if old.is_dtensor:
-        spec, stride = old._unsharded_dtensor_spec, torch.empty(shape, device="meta").stride()
+        spec: Any = old._unsharded_dtensor_spec
+        stride = torch.empty(shape, device="meta").stride()
         full = DTensor.from_local(local, spec.mesh, spec.placements, run_check=False, shape=shape, stride=stride)
     weight = torch.nn.Parameter(full, requires_grad=parameter.requires_grad)
     old._post_load_hook_handle.remove()

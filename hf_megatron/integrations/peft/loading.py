@@ -14,7 +14,7 @@ from ...errors import UnsupportedError
 _WRAPPED = "base_model.model."
 
 
-def find_base_model(path: Any, kwargs: dict[str, Any]) -> tuple[Any, Callable[[Any], None] | None]:
+def find_adapter_base(path: Any, kwargs: dict[str, Any]) -> tuple[Any, Callable[[Any], None] | None]:
     """Returns the base model of an adapter's folder or repository, and a function that loads the adapter into it.
 
     Args:
@@ -27,7 +27,7 @@ def find_base_model(path: Any, kwargs: dict[str, Any]) -> tuple[Any, Callable[[A
     from transformers.integrations.peft import maybe_load_adapters
 
     hub = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token")
-    download = {name: kwargs[name] for name in hub if kwargs.get(name) is not None}
+    download: Any = {name: kwargs[name] for name in hub if kwargs.get(name) is not None}
     adapter_name = kwargs.pop("adapter_name", "default")
     adapter, base, options = maybe_load_adapters(path, download, **(kwargs.pop("adapter_kwargs", None) or {}))
     if adapter is None:
@@ -81,12 +81,12 @@ def load_adapter(original: Callable, self: Any, *args: Any, **kwargs: Any) -> An
     inject_adapter_in_model(config, self, adapter)
     self._hf_peft_config_loaded = True
     weights = {name.removeprefix(_WRAPPED): weight for name, weight in weights.items()}
-    result = set_peft_model_state_dict(self, weights, adapter)
+    result: Any = set_peft_model_state_dict(self, weights, adapter)
     if config.inference_mode:
         self.eval()
-        for module in self.modules():
-            if isinstance(module, BaseTunerLayer):
-                module.requires_grad_(False)
+        tuners: Any = (module for module in self.modules() if isinstance(module, BaseTunerLayer))
+        for tuner in tuners:
+            tuner.requires_grad_(False)
     missing = {name for name in result.missing_keys if f".{adapter}." in name}
     return LoadStateDictInfo(
         missing_keys=missing,

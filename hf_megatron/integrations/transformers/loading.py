@@ -46,7 +46,7 @@ from ..accelerate.environment import job_world_size
 from ..accelerate.process_group import ensure_process_group
 from ..accelerate.replicas import announce_replicas
 from ..hub.hooks import check_part
-from ..peft.loading import find_base_model
+from ..peft.loading import find_adapter_base
 from .checkpoint_formats import opened
 from .quantization import finish_quantization, plan_quantization, quantize_arrived, requested
 from .weight_conversion import expose_full_tensors, own_part, stop_exposing_full_tensors
@@ -202,7 +202,7 @@ def _load(original: Callable, cls: Any, layout: MegatronConfig, path: Any, /, *a
     """Loads a checkpoint of any format through transformers' loader."""
     quantizer, load_adapter, ignore_mismatched = None, None, False
     if layout.is_parallel:
-        path, load_adapter = find_base_model(path, kwargs)
+        path, load_adapter = find_adapter_base(path, kwargs)
         quantizer = requested(kwargs.pop("quantization_config", None))
     output_loading_info = kwargs.pop("output_loading_info", False)
     with opened(cls, path, kwargs, layout) as source:

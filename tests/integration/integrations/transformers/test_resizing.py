@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from accelerate import Accelerator
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoTokenizer
 from trl import clone_chat_template
@@ -240,6 +241,29 @@ def test_resized_model_is_saved_and_resumed_on_other_layouts(checkpoints, tmp_pa
     [alone] = run_ranks(second, 1, tmp_path / "None", None)
     for other, ranks in ((None, 1), ("tp2" if text == "pp2" else "pp2", 2)):
         assert_equal_runs(run_ranks(second, ranks, tmp_path / text, other), alone)
+
+
+def train_with_state(path, text, folder, saves):
+    """Returns the losses of two steps, after one that is saved or after the saved state is loaded."""
+    torch.manual_seed(5)
+    model = load(path, text)
+    model.resize_token_embeddings(TOKENS + 3)
+    accelerator = Accelerator(cpu=True)
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.01))
+    if saves:
+        step(model, optimizer, 0)
+        accelerator.save_state(folder)
+    else:
+        accelerator.load_state(folder)
+    return [step(model, optimizer, seed)[0] for seed in (1, 2)]
+
+
+@pytest.mark.parametrize("text, other", [("tp2", "pp2"), ("pp2", "dp2+zero3"), ("dp2+zero3", "tp2")])
+def test_training_state_is_resumed_on_another_layout(checkpoints, tmp_path, text, other):
+    [expected] = run_ranks(train_with_state, 1, checkpoints[True], None, tmp_path / "alone", True)
+    for layout, saves in ((text, True), (other, False)):
+        results = run_ranks(train_with_state, 2, checkpoints[True], layout, tmp_path / "state", saves)
+        assert results == [pytest.approx(expected, rel=1e-5)] * 2
 
 
 @pytest.mark.parametrize("order", ["resize first", "adapter first"])
