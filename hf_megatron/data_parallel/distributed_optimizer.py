@@ -39,7 +39,7 @@ ELEMENTWISE = {
 }
 
 
-_HALF = (torch.bfloat16, torch.float16)
+HALF_DTYPES = (torch.bfloat16, torch.float16)
 
 
 @dataclass
@@ -77,7 +77,7 @@ class MainParam:
         present = self.view()
         if not self.separate and present.data_ptr() != self.tensor.data_ptr():
             # `model.to(...)` gave the parameter new memory, which the main param shares.
-            self.separate = main_weights and present.dtype in _HALF and self.tensor.dtype not in _HALF
+            self.separate = main_weights and present.dtype in HALF_DTYPES and self.tensor.dtype not in HALF_DTYPES
             self.tensor.data = present.to(self.tensor.dtype) if self.separate else present
         elif self.separate:
             present = present.to(self.tensor.device)
@@ -110,7 +110,7 @@ def _make_leaf(
         raise UnsupportedError(f"{name} is not contiguous in memory, so its optimizer state cannot be sharded.")
     shares = config.zero_stage > 0 and sharing.shard_size > 1 and not is_sharded
     start, stop = owned_range(local.numel(), sharing.shard_size, sharing.shard_rank) if shares else (0, local.numel())
-    half = parameter.dtype in _HALF and config.fp32_main_params
+    half = parameter.dtype in HALF_DTYPES and config.fp32_main_params
     leaf = MainParam(name, parameter, start, stop, local, half or config.offload_optimizer, shares, sharing)
     leaf.tensor = leaf.view()
     if leaf.separate:
@@ -455,7 +455,7 @@ def prepare_optimizer(optimizer: torch.optim.Optimizer, *, elementwise: bool = F
             "parameters are not sharded, or hf_megatron.prepare_optimizer(optimizer, elementwise=True) if it updates "
             "each entry from that entry only."
         )
-    half = any(p.dtype in _HALF for p in _parameters(optimizer))
+    half = any(p.dtype in HALF_DTYPES for p in _parameters(optimizer))
     if half and engine.config.fp32_main_params and engine.config.zero_stage < 3:
         engine.reduce_gradients()
     # The class is swapped last: the mixin's methods need `_hf_megatron`.

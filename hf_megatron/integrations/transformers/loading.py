@@ -36,6 +36,7 @@ from ...core.memory.activation_offload import offload_inputs
 from ...core.memory.recompute import apply_recompute
 from ...core.memory.tiled_mlp import tile_mlps
 from ...core.runtime import RUNTIME
+from ...data_parallel.unprepared_steps import expect_main_params
 from ...errors import ConfigError, UnsupportedError
 from ...models.layers import LayerSequence
 from ...parallel_state import ParallelState, parallel_state
@@ -126,13 +127,22 @@ def from_config(original: Callable, cls: Any, config: Any, *, megatron_config: A
 
     def create_parallelized(*, megatron_config: Any, **kwargs: Any) -> Any:
         layout = _validate(megatron_config, kwargs)
-        return _initialize(cls, config, layout, **kwargs) if layout.is_parallel else create_unsharded(**kwargs)
+        if layout.is_parallel:
+            return _initialize(cls, config, layout, **kwargs)
+        return _with_optimizer_check(create_unsharded(**kwargs), layout)
 
     if megatron_config is not None:
         return create_parallelized(megatron_config=megatron_config, **kwargs)
     if RUNTIME.launch is not None:
         return RUNTIME.launch.make(cls, create_parallelized, create_unsharded, kwargs)
     return create_unsharded(**kwargs)
+
+
+def _with_optimizer_check(model: Any, layout: MegatronConfig) -> Any:
+    """Returns the stock model of a job of one rank, whose optimizer has no fp32 main params."""
+    if layout.fp32_main_params:
+        expect_main_params(model.parameters())
+    return model
 
 
 def _validate(value: Any, kwargs: dict[str, Any]) -> MegatronConfig:
@@ -214,6 +224,8 @@ def _load(original: Callable, cls: Any, layout: MegatronConfig, path: Any, /, *a
             check_part(model, info, path)
             check_loaded(model, info, strict=layout.strict_loading)
         _finish(model, quantizer)
+    else:
+        _with_optimizer_check(model, layout)
     return (model, info) if output_loading_info else model
 
 
