@@ -191,6 +191,14 @@ class OutputComparison(Shared):
             )
 
 
+def leave_out_comparison(state: ParallelState | None) -> None:
+    """Leaves out the comparison of a model's ranks, for a caller that measures how much they differ."""
+    guards = [] if state is None or state.data_parallel is None else state.data_parallel.callbacks.guards
+    for guard in guards:
+        if isinstance(comparison := getattr(guard, "__self__", None), OutputComparison):
+            comparison.is_done = True
+
+
 def _with_recorded_gradients(output: Any, record: CallRecord) -> Any:
     """Returns a model's output whose tensors, of any shape, record their gradients."""
 

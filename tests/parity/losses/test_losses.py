@@ -272,11 +272,7 @@ def _skip_batch_attachment():
 
 
 def _average_local_means():
-    from hf_megatron.data_parallel.output_checks import OutputComparison
     from hf_megatron.losses import batch_loss
-
-    # The comparison of the ranks' losses would raise before the parity comparison sees the values.
-    OutputComparison.compare = lambda self: None
 
     def mean(self, total, terms, at_least=0, name="labels"):
         self.terms += 1
