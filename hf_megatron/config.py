@@ -126,8 +126,10 @@ class MegatronConfig:
         bucket_size (`int`, *optional*): size in MiB of gradient buckets, each reduced while backward continues. By
             default Megatron's: 40 million elements, or a million per rank in the sharding group if that is more; on
             CPUs 32 MiB.
-        fp32_main_params (`bool`, defaults to `True`): the optimizer keeps fp32 main params of bf16 and fp16
-            parameters, whose gradients are accumulated and reduced in fp32.
+        fp32_main_params (`bool`, defaults to `True`): the optimizer keeps fp32 main params and moments of bf16 and
+            fp16 parameters, whose gradients are accumulated and reduced in fp32. `False` keeps the parameters' dtype,
+            as a stock optimizer does, on every layout. A job of one rank has a stock optimizer: with `True`, its step
+            raises for such parameters.
         max_skipped_steps (`int`, defaults to 10): consecutive optimizer steps that may be skipped because of a
             non-finite gradient before training is aborted.
         offload_optimizer (`bool`, defaults to `False`): keep optimizer state and main params in CPU memory.

@@ -36,6 +36,7 @@ from .core.placement import GradientRule, ParameterSharding, Placement, count_sh
 from .data_parallel import axis as data_parallel
 from .data_parallel.batch_norm import BatchNormGuard
 from .data_parallel.dynamic_rope import DynamicRopeSync
+from .data_parallel.output_checks import OutputComparison
 from .data_parallel.packed_sequences import ForwardInputHook
 from .errors import ConfigError, UnsupportedError
 from .expert_parallel import axis as expert_parallel
@@ -69,6 +70,7 @@ class ParallelAxis(Protocol):
 ENTER_ORDER = (
     "user hook checks",  # context parallel: hooks of users that would see a part of each sequence
     "enabled",  # `hf_megatron.disable()` was not called since
+    "output checks",  # whether this call is compared with the other ranks'
     "loss function",  # the model's type of loss is the one it was loaded with
     "script loss",  # labels and count of a loss that a script computes are plain tensors inside the model
     "loss",  # labels carry the denominator of the batch
@@ -95,6 +97,7 @@ EXIT_ORDER = (
     "kv cache",
     "data parallel",
     "gradient watch",
+    "output checks",
     "script loss",
     "active forward",
     "router logits",
@@ -268,6 +271,7 @@ def install(model: Any) -> None:
     _wrap_between_layer_fns(model, state)
     assert state.data_parallel is not None
     state.data_parallel.callbacks.on_stepped.append(state.loss.end_step)
+    OutputComparison(model, state).install()
     ForwardInputHook(model, state).install()
     DynamicRopeSync(model, state).install(model)
     BatchNormGuard(model, state).install(hooks)

@@ -125,8 +125,8 @@ def initialize_missing(model: Any, state: ParallelState, names: set[str]) -> Non
 
     A model without loaded weights gets those of `state.create_stock_model`, or with a seed, of `initialize`. Modules
     that a class adds to a checkpoint, and those whose weights have another shape in it, get the values that a single
-    process would draw: the generator of rank 0 is broadcast, draws in transformers' order, stage by stage of a pipeline,
-    and ends in the state that it would have in a single process.
+    process would draw: the generator of rank 0 is broadcast, draws in transformers' order, stage by stage of a
+    pipeline, and ends in the state that it would have in a single process.
     """
     # The loader may consider a tied weight loaded.
     tied = getattr(model, "all_tied_weights_keys", {})
@@ -185,7 +185,7 @@ def _broadcast_stock_model(model: nn.Module, state: ParallelState, names: set[st
     with propagate_errors("Creating the full model on the first rank"):
         if dist.get_rank() == 0:
             weights = dict(state.create_stock_model().named_parameters(remove_duplicate=False))
-    _share_generator(0)
+    share_generator(0)
     described = [[(name, weight.shape, weight.dtype) for name, weight in weights.items()]]
     dist.broadcast_object_list(described, src=0)
     originals = {name: model.get_parameter(name) for name in names}

@@ -70,6 +70,8 @@ class BatchLoss(Shared):
         terms (`int`): number of losses that the call has computed so far, not counting a pipeline's microbatches.
         microbatch_denominators (`LossDenominators`, *optional*): set inside `with_denominators`.
         copies (`int`): number of losses that the model computes from each label, as shown by the trial forward.
+        shares (`list`, *optional*): terms of a checked call that the caller's count divides; they differ between ranks.
+        rest (`Tensor`, *optional*): scalar, what is left of a checked call's loss without its shares.
         used (`set`): names of the targets from which the current microbatch has computed losses.
         join_tokens (`Callable`): gathers `[local tokens, ...]` to `[tokens, ...]` over the ranks that split a sequence.
     """
@@ -84,6 +86,8 @@ class BatchLoss(Shared):
         self.used: set[str] = set()
         self._counts = True
         self.terms, self.copies = 0, 1
+        self.shares: list[Tensor] | None = None
+        self.rest: Tensor | None = None
         self.microbatch_denominators: LossDenominators | None = None
         # Gathers per-token values, if ranks compute different tokens of a sequence.
         self.join_tokens: Callable[[Any], Any] = _same
@@ -201,7 +205,7 @@ class BatchLoss(Shared):
         token the loss is 0, as in TRL.
         """
         if num_items_in_batch is not None:
-            return losses.sum() / self.take_caller_denominator(num_items_in_batch)
+            return self.record_share(losses.sum() / self.take_caller_denominator(num_items_in_batch))
         return self.mean(losses.sum(), counts.sum(), at_least=1)
 
     def take_caller_denominator(self, num_items_in_batch: Tensor | int) -> Tensor | float:
@@ -211,6 +215,12 @@ class BatchLoss(Shared):
         return (
             num_items_in_batch / self.mesh.dp_size if self.over_ranks and self.has_caller_count else num_items_in_batch
         )
+
+    def record_share(self, share: Tensor) -> Tensor:
+        """Records a term of any shape that the caller's count divides, if the call is checked, and returns it."""
+        if self.shares is not None:
+            self.shares.append(share)
+        return share
 
     def get_microbatch_denominator(self, name: str) -> Tensor | float:
         """Returns the denominator of a sum over the microbatch's targets, and records that it was used."""

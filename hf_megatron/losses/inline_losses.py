@@ -25,6 +25,7 @@ from ..compat.shard_safe import is_from_checked_library, is_marked
 from ..core.forward_hooks import ForwardHooks
 from ..errors import UnsupportedError
 from .batch_loss import BatchLoss
+from .loss_terms import subtract_terms
 from .router_losses import attach_router_losses
 from .targets import LABELS, get_codebook_name, is_target, scalar
 
@@ -163,7 +164,7 @@ def _mean(
             return function(**values)
         if values["reduction"] == "sum" and batch.has_caller_count and batch.microbatch_denominators is None:
             # transformers' own losses divide this sum by the caller's count.
-            return function(**values) / batch.take_caller_denominator(1)
+            return batch.record_share(function(**values) / batch.take_caller_denominator(1))
         raise UnsupportedError(
             f"torch.nn.functional.{function.__name__}(reduction={values['reduction']!r}) inside a model's forward: the "
             "model would divide it by this rank's count only. Call the model without labels and compute the loss from "
@@ -275,6 +276,9 @@ class LossHooks:
                 f"{type(model).__name__} computes its loss in a way that cannot be normalized over all data-parallel "
                 "ranks. Call it without labels and compute the loss from its outputs, or use dp_size=1."
             )
+        if batch.shares is not None and not self.pipelined:
+            # All other terms are means over all ranks, and equal on them.
+            batch.rest = subtract_terms(loss, batch.shares)[0]
         # The caller multiplies by the number of ranks.
         return with_loss(output, loss / batch.mesh.dp_size) if has_caller_count else output
 

@@ -69,7 +69,7 @@ class TokenLoss(Shared):
             return kernel(num_items_in_batch=batch.get_microbatch_denominator("labels"))
         # The caller has counted the targets of all ranks.
         if num_items_in_batch is not None:
-            return kernel(num_items_in_batch=batch.take_caller_denominator(num_items_in_batch))
+            return batch.record_share(kernel(num_items_in_batch=batch.take_caller_denominator(num_items_in_batch)))
         # Single batch, or evaluation of this rank's batch: the stock mean.
         if not batch.over_ranks:
             return kernel(num_items_in_batch=None)

@@ -38,6 +38,7 @@ from ...core.memory.activation_offload import offload_inputs
 from ...core.memory.recompute import apply_recompute
 from ...core.memory.tiled_mlp import tile_mlps
 from ...core.runtime import RUNTIME
+from ...data_parallel.unprepared_steps import expect_main_params
 from ...errors import ConfigError, UnsupportedError
 from ...models.layers import LayerSequence
 from ...parallel_state import ParallelState, parallel_state
@@ -133,7 +134,7 @@ def from_config(original: Callable, cls: Any, config: Any, *, megatron_config: A
     def create_parallelized(*, megatron_config: Any, **kwargs: Any) -> Any:
         layout = _validate(megatron_config, kwargs)
         if not layout.is_parallel:
-            return create_unsharded(**kwargs)
+            return _with_optimizer_check(create_unsharded(**kwargs), layout)
         return _initialize(cls, config, layout, _in_current_state(original, cls, config, kwargs), **kwargs)
 
     if megatron_config is not None:
@@ -141,6 +142,13 @@ def from_config(original: Callable, cls: Any, config: Any, *, megatron_config: A
     if RUNTIME.launch is not None:
         return RUNTIME.launch.make(cls, create_parallelized, create_unsharded, kwargs)
     return create_unsharded(**kwargs)
+
+
+def _with_optimizer_check(model: Any, layout: MegatronConfig) -> Any:
+    """Returns the stock model of a job of one rank, whose optimizer has no fp32 main params."""
+    if layout.fp32_main_params:
+        expect_main_params(model.parameters())
+    return model
 
 
 def _validate(value: Any, kwargs: dict[str, Any]) -> MegatronConfig:
@@ -226,6 +234,8 @@ def _load(original: Callable, cls: Any, layout: MegatronConfig, path: Any, /, *a
         _finish(model, quantizer)
         if load_adapter is not None:
             load_adapter(model)
+    else:
+        _with_optimizer_check(model, layout)
     return (model, info) if output_loading_info else model
 
 

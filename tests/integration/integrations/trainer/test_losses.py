@@ -154,6 +154,6 @@ def test_router_loss_with_num_items_in_batch(folder):
 
 def test_unscaled_rank_loss_is_detected(folder, monkeypatch):
     """Seeded fault: the loss is not divided by the number of ranks, by which Trainer multiplies it."""
-    monkeypatch.setattr("hf_megatron.losses.inline_losses._with_loss", lambda output, loss: output)
+    monkeypatch.setattr("hf_megatron.losses.inline_losses.with_loss", lambda output, loss: output)
     with pytest.raises(AssertionError):
         compare("Bert", "masked", folder)
