@@ -408,6 +408,7 @@ HOOKS: Sequence[tuple[str, str]] = (
     ("transformers.modeling_utils", f"{_HERE}.torch.optimizers:end_unprepared_steps"),
     ("transformers.modeling_utils", f"{_HERE}.torch.autograd:watch_retained_gradients"),
     ("transformers.modeling_utils", f"{_HERE}.torch.dtensor_methods:replace_tensor_methods"),
+    ("transformers.modeling_utils", f"{_HERE}.torch.parameter_data:check_assigned_data"),
     ("transformers.modeling_utils", f"{_HERE}.torch.dtensor_ops:override_sharded_tensor_ops"),
     ("transformers.modeling_utils", "hf_megatron.pipeline_parallel.module_placement:follow_exchanged_modules"),
 )

@@ -392,3 +392,26 @@ def test_cross_stage_values_are_rejected(folder):
         assert off_stage.grad is None
 
     run_ranks(on_rank, 2)
+
+
+def test_vector_without_values_is_not_assigned(folder):
+    """Torch would accept the assignment and crash in the next forward; vectors of one stage follow the error's cure."""
+
+    def halve(parameters):
+        with torch.no_grad():
+            nn.utils.vector_to_parameters(nn.utils.parameters_to_vector(parameters) * 0.5, parameters)
+
+    def on_rank():
+        model = load(folder, "pp2")
+        local = [parameter for _, parameter in local_named_parameters(model)]
+        before = [parameter.detach().clone() for parameter in local]
+        with pytest.raises(UnsupportedError, match="got a tensor without values on this rank, because its source"):
+            halve(list(model.parameters()))
+        assert all(map(torch.equal, local, before))
+        halve(local)
+        return model(**make_batch(0)).loss.item()
+
+    stock = load(folder, None)
+    halve(list(stock.parameters()))
+    expected = stock(**make_batch(0)).loss.item()
+    assert run_ranks(on_rank, 2) == pytest.approx([expected] * 2, abs=1e-5)
