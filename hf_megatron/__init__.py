@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from .integrations.hub.push import push_checkpoint
     from .integrations.trainer.callbacks.expert_load import ExpertLoadCallback
     from .integrations.trainer.termination import TerminationSignal
+    from .integrations.transformers.unsharded import load_unsharded
     from .models.registry import register_model
     from .parallel_state import get_parallel_state
     from .parallelize import ParallelPlan, parallel_plan
@@ -71,6 +72,7 @@ _LAZY = {
     "Routing": "expert_parallel.router_replay",
     "expert_load": "expert_parallel.expert_load",
     "get_parallel_state": "parallel_state",
+    "load_unsharded": "integrations.transformers.unsharded",
     "local_named_parameters": "core.off_stage",
     "parallel_plan": "parallelize",
     "pull_checkpoint": "integrations.hub.pull",
@@ -151,6 +153,7 @@ __all__ = [
     "enable",
     "expert_load",
     "get_parallel_state",
+    "load_unsharded",
     "local_named_parameters",
     "parallel_plan",
     "prepare_optimizer",
