@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from .integrations.hub.push import push_checkpoint
     from .integrations.trainer.callbacks.expert_load import ExpertLoadCallback
     from .integrations.trainer.termination import TerminationSignal
+    from .integrations.transformers.unsharded import load_unsharded
     from .models.registry import register_model
     from .parallel_state import data_parallel_group, get_parallel_state
     from .parallelize import ParallelPlan, parallel_plan
@@ -72,6 +73,7 @@ _LAZY = {
     "expert_load": "expert_parallel.expert_load",
     "data_parallel_group": "parallel_state",
     "get_parallel_state": "parallel_state",
+    "load_unsharded": "integrations.transformers.unsharded",
     "local_named_parameters": "core.off_stage",
     "parallel_plan": "parallelize",
     "pull_checkpoint": "integrations.hub.pull",
@@ -153,6 +155,7 @@ __all__ = [
     "enable",
     "expert_load",
     "get_parallel_state",
+    "load_unsharded",
     "local_named_parameters",
     "parallel_plan",
     "prepare_optimizer",

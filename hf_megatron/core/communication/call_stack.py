@@ -17,6 +17,13 @@ _WAITING = (
     "hf_megatron.data_parallel.grad_reducer",
     "hf_megatron.data_parallel.param_gather",
 )
+# Functions that every rank of a replica must call; a rank inside one of them waits for the others.
+COLLECTIVE_CALLS = frozenset(
+    (
+        *("from_pretrained", "from_config", "save_pretrained", "push_to_hub", "state_dict", "get_state_dict"),
+        *("generate", "train", "evaluate", "predict", "save_model", "save_state", "load_state"),
+    )
+)
 LIBRARIES = ("torch", "hf_megatron", "transformers", "accelerate", "trl", "peft", "contextlib", "threading", "runpy")
 
 
@@ -81,9 +88,27 @@ def user_line(frames: list[FrameType]) -> str:
     return next((f" ({os.path.basename(file)}:{number})" for file, number in lines), "")
 
 
-def place(frames: list[FrameType]) -> str:
+def describe_location(frames: list[FrameType]) -> str:
     """Returns the location of a stack that is not in a collective."""
     return f"{_name(frames[0])}{user_line(frames)}" if frames else "no Python code"
+
+
+def user_call(frames: list[FrameType]) -> tuple[str, str]:
+    """Returns the library function that the innermost line of user code called, and that line.
+
+    Args:
+        frames: a stack, innermost frame first.
+
+    Returns:
+        `tuple`: the outermost of `COLLECTIVE_CALLS` among the functions that the line led to, otherwise the innermost
+        function, and the line as `file.py:3`; an empty line if no user code is on the stack.
+    """
+    outer = next((index for index, frame in enumerate(frames) if not is_in_packages(frame, LIBRARIES)), len(frames))
+    names = [frame.f_code.co_name.partition("[")[0] for frame in frames[:outer]]
+    name = next((name for name in reversed(names) if name in COLLECTIVE_CALLS), names[0] if names else "")
+    if outer == len(frames):
+        return name, ""
+    return name, f"{os.path.basename(frames[outer].f_code.co_filename)}:{frames[outer].f_lineno}"
 
 
 def is_called_by_user() -> bool:

@@ -23,14 +23,16 @@ from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import Any
 
 import torch.distributed as dist
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ...compat.torch_distributed import default_store, set_group_timeouts
-from .call_stack import operation, place, traceback_frames
+from ...errors import RankError
+from .call_stack import describe_location, operation, traceback_frames, user_call
+from .diverged_calls import BLOCKED_SECONDS, describe_diverged_calls
 from .flight_recorder import record_path, write_flight_record
 
 # Seconds between heartbeats; a rank is silent after missing two.
@@ -46,6 +48,18 @@ def _after(steps: int) -> str:
     return f"after {steps} optimizer step{'' if steps == 1 else 's'}"
 
 
+def _lost_operation(error: BaseException, trace: TracebackType | None) -> str | None:
+    """Describes the collective that an error, or the error that it was raised from, was raised in, if any."""
+    frames, cause = traceback_frames(trace), error.__cause__
+    if isinstance(error, RuntimeError):
+        return operation(frames)
+    if isinstance(cause, RuntimeError):
+        # Both stacks contain the function that caught the cause.
+        inner = traceback_frames(cause.__traceback__)
+        return None if operation(inner) is None else operation([*inner, *frames[1:]])
+    return None
+
+
 @dataclass
 class Stall:
     """Time for which the main thread has not moved.
@@ -55,12 +69,15 @@ class Stall:
         since: when the stack was first seen.
         early_beats: other ranks' heartbeats after 60 % of the timeout; unchanged ones later mean silent ranks.
         is_reported: whether the missing ranks were printed.
+        frame: innermost frame of a stack that has not changed for two heartbeats, and when it was first seen.
     """
 
     stack: tuple[Any, ...] = ()
     since: float = field(default_factory=time.monotonic)
     early_beats: dict[int, dict[str, Any]] | None = None
     is_reported: bool = False
+    frame: FrameType | None = None
+    frame_since: float = 0.0
 
 
 class RankWatchdog(threading.Thread):
@@ -138,8 +155,9 @@ class RankWatchdog(threading.Thread):
 
     def _beat(self) -> None:
         if self._first is not None:
-            # Another rank has failed; the store may be gone.
-            if not self._leaving and time.monotonic() - self._first_seen_at > _GRACE_SECONDS:
+            # Another rank has failed; the store may be gone. Ranks in different calls cannot end by themselves.
+            grace = 0.0 if self._first.get("is_diverged") else _GRACE_SECONDS
+            if not self._leaving and time.monotonic() - self._first_seen_at > grace:
                 self._leaving = True
                 self._say(self._describe_cause(self._first, None))
                 self._leave(1)
@@ -148,21 +166,58 @@ class RankWatchdog(threading.Thread):
         frame = sys._current_frames().get(threading.main_thread().ident or 0)
         frames = [] if frame is None else [each for each, _ in traceback.walk_stack(frame)]
         waits = operation(frames)
-        beat = {"beat": self._beats, "steps": self.steps, "time": time.strftime("%H:%M:%S")}
-        self._store.set(f"beat/{self.rank}", json.dumps(beat | {"waits": waits, "at": waits or place(frames)}))
+        stack = (self.steps, *((each.f_code, each.f_lasti) for each in frames))
+        beat = {
+            "beat": self._beats,
+            "steps": self.steps,
+            "time": time.strftime("%H:%M:%S"),
+            "waits": waits,
+            "at": waits or describe_location(frames),
+            "is_blocked": waits is not None and self._is_blocked(stack, frames[0]),
+            "call": user_call(frames),
+        }
+        self._store.set(f"beat/{self.rank}", json.dumps(beat))
         self._look_for_failure()
         if not self._leaving:
-            self._look_for_stall((self.steps, *((each.f_code, each.f_lasti) for each in frames)), waits)
+            self._look_for_stall(stack, waits)
+            if self._first is None and beat["is_blocked"]:
+                self._look_for_diverged_calls(beat)
 
     def _look_for_failure(self) -> None:
         if self._store.check(["first"]):
-            self._first = json.loads(self._store.get("first"))
+            self._first = self._read_first()
             self._first_seen_at = time.monotonic()
-            self._store.set(f"seen/{self.rank}", "")
         elif self._store_host is not None and self._store.check([f"ended/{self._store_host}"]):
             # When a store ends before its clients, torch prints a C++ stack trace in each of them.
             self._store.set(f"seen/{self.rank}", "")
             self._stopped = True
+
+    def _is_blocked(self, stack: tuple[Any, ...], frame: FrameType) -> bool:
+        """Returns whether the main thread has been in one call of a collective for `BLOCKED_SECONDS`."""
+        stall, now = self._stall, time.monotonic()
+        # A loop repeats its stack, but each call has its own frame. Keep the frame, and thereby the call's tensors,
+        # only once the stack stays the same.
+        if stack != stall.stack or now - stall.since < 2 * INTERVAL:
+            return False
+        if stall.frame is not frame:
+            stall.frame, stall.frame_since = frame, now
+        return now - stall.frame_since > BLOCKED_SECONDS
+
+    def _look_for_diverged_calls(self, beat: dict[str, Any]) -> None:
+        """Ends the job if its ranks wait for each other in different calls; the lowest running rank looks for it."""
+        if self.rank and not self._store.check([f"ended/{rank}" for rank in range(self.rank)]):
+            return
+        beats = {self.rank: beat, **self._read_beats()}
+        if len(beats) < self.world_size:
+            return
+        text = describe_diverged_calls(beats, self._read_names("ended"))
+        if text is not None:
+            error = f"{RankError.__module__}.{RankError.__name__}: {text}"
+            report = {"rank": self.rank, "steps": self.steps, "error": error, "traceback": "", "cause": text}
+            report["is_diverged"] = True
+            self._leaving = True
+            self._say(self._describe_cause(self._report(report), None))
+            self._leave(1)
 
     def _look_for_stall(self, stack: tuple[Any, ...], waits: str | None) -> None:
         """Prints the missing ranks shortly before the timeout: NCCL's own watchdog kills the process directly."""
@@ -247,9 +302,8 @@ class RankWatchdog(threading.Thread):
         this one.
         """
         self._leaving = True
-        frames = traceback_frames(trace)
         # A collective usually raises because another rank failed.
-        waits = operation(frames) if isinstance(error, RuntimeError) else None
+        waits = _lost_operation(error, trace)
         report = {
             "rank": self.rank,
             "steps": self.steps,
@@ -269,6 +323,8 @@ class RankWatchdog(threading.Thread):
                 f"rank {self.rank} {where} {_after(self.steps)}. The job's store does not answer: its host process "
                 "(rank 0 or the launcher) has exited or is stopped."
             )
+            if self._first is not None:
+                self._say(self._describe_cause(self._first, waits))
         self._leave(130 if isinstance(error, KeyboardInterrupt) else 1)
 
     def _explain(self, report: dict[str, Any], waits: str, show: Callable[[], Any]) -> None:
@@ -276,11 +332,12 @@ class RankWatchdog(threading.Thread):
         first, report["cause"] = self._cause()
         # Print before reporting: launchers terminate the other ranks as soon as one has failed.
         if first is not None:
+            # Nothing is left to report, and the store may have ended with the rank that failed first.
             self._say(self._describe_cause(first, waits))
         else:
             show()
             self._say(f"rank {self.rank} was waiting in {waits} {_after(self.steps)}. {report['cause']}")
-        self._ask(lambda: self._report(report))
+            self._ask(lambda: self._report(report))
 
     def _tell(self, report: dict[str, Any], show: Callable[[], Any]) -> None:
         """Reports an error of this rank to the other ranks."""
@@ -298,6 +355,12 @@ class RankWatchdog(threading.Thread):
         self._store.set(f"failed/{self.rank}", "")
         return json.loads(self._store.compare_set("first", "", json.dumps(report)))
 
+    def _read_first(self) -> dict[str, Any]:
+        """Returns the report of the rank that failed first, whose process may wait until the others have read it."""
+        first: dict[str, Any] = json.loads(self._store.get("first"))
+        self._store.set(f"seen/{self.rank}", "")
+        return first
+
     def _cause(self) -> tuple[dict[str, Any] | None, str | None]:
         """Finds the reason why a collective raised: the first failure's report, or else the missing ranks."""
         if self._first is not None:
@@ -308,7 +371,7 @@ class RankWatchdog(threading.Thread):
             if self._first is not None:
                 return self._first, None
             if self._ask(lambda: self._store.check(["first"])):
-                return json.loads(self._ask(lambda: self._store.get("first"))), None
+                return self._ask(self._read_first), None
             time.sleep(0.05)
         beats, ended = self._ask(self._read_beats), self._ask(lambda: self._read_names("ended"))
         self._silent = [rank for rank, beat in beats.items() if beat == early.get(rank) and rank not in ended]
