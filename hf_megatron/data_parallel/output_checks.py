@@ -57,8 +57,8 @@ class CallRecord:
     def to_numbers(self) -> "CallRecord":
         """Returns the record with numbers in place of tensors."""
         gradients = {name: (float(checksum), float(norm)) for name, (checksum, norm) in self.gradients.items()}
-        values = (None if value is None else float(value) for value in (self.loss, self.rest))
-        return CallRecord(self.precision, *values, gradients)
+        loss = None if self.loss is None else float(self.loss)
+        return CallRecord(self.precision, loss, None if self.rest is None else float(self.rest), gradients)
 
 
 def _checksum(gradient: Tensor) -> Tensor:
@@ -166,7 +166,7 @@ class OutputComparison(Shared):
 
     def _require_same(self, axis: str, call: int, records: tuple[CallRecord, ...]) -> None:
         tolerance = max(record.precision for record in records) ** 0.5
-        losses = [record.loss for record in records if record.loss is not None]
+        losses = [float(record.loss) for record in records if record.loss is not None]
         names = [name for name in records[0].gradients if all(name in record.gradients for record in records)]
         values = {f"the gradient of outputs.{name}": [record.gradients[name] for record in records] for name in names}
         values |= {"outputs.loss": [(loss, abs(loss)) for loss in losses]} if losses else {}
@@ -181,8 +181,8 @@ class OutputComparison(Shared):
                 )
 
     def _require_global_loss(self, records: tuple[CallRecord, ...]) -> None:
-        rests = [record.rest for record in records if record.rest is not None]
-        scale = max((abs(record.loss) for record in records if record.loss is not None), default=0.0)
+        rests = [float(record.rest) for record in records if record.rest is not None]
+        scale = max((abs(float(record.loss)) for record in records if record.loss is not None), default=0.0)
         tolerance = _LOSS_TOLERANCE * max(record.precision for record in records) * scale
         if rests and max(rests) - min(rests) > tolerance:
             raise UnsupportedError(
