@@ -74,5 +74,6 @@ def collect_after_training(model: Any) -> None:
     local: dict[str, Tensor] = {name: tensor for name, tensor in trained.items() if not is_off_stage(tensor)}
     for name, entry in merge_owned_tensors(state, local).items():
         full = fetch(inner, state, name, entry, local.get(name))
-        if _is_partial(tensor := trained.get(name)):
+        tensor: Any = trained.get(name)
+        if _is_partial(tensor):
             attach_value(tensor, full, state.collection)

@@ -48,7 +48,8 @@ def before_unprepared_step(optimizer: torch.optim.Optimizer, args: tuple, kwargs
 
     Raises:
         ConfigError: if gradients are in buckets, where an unprepared optimizer does not find them, if it holds
-            parameters that were replaced, or if a job of one rank trains half-precision weights without fp32 main params.
+            parameters that were replaced, or if a job of one rank trains half-precision weights without fp32 main
+            params.
         UnsupportedError: if it holds tensors whose gradients are not reduced, sums over parameters, or trains a model
             that a launched script has not parallelized.
     """

@@ -75,7 +75,7 @@ class _ScriptLoss(Shared):
     """
 
     def __init__(self, function: Callable, batch: BatchLoss):
-        functools.update_wrapper(self, function)
+        functools.update_wrapper(self, function)  # type: ignore[arg-type]
         self.function, self.batch = function, batch
         self._checked_calls = 0
 

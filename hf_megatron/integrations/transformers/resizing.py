@@ -280,16 +280,15 @@ class FullTables:
     """
 
     def __init__(self, embedding: Any, head: Any, full: dict[str, Tensor]):
-        self.embedding: Any = nn.Embedding(
-            *full["embedding"].shape, padding_idx=embedding.padding_idx, _weight=full["embedding"]
-        )
+        size, width = full["embedding"].shape
+        self.embedding: Any = nn.Embedding(size, width, padding_idx=embedding.padding_idx, _weight=full["embedding"])
         self.embedding.requires_grad_(embedding.weight.requires_grad)
         self.head: Any = None
         if head is None:
             return
         weight = nn.Parameter(full["head"]) if "head" in full else self.embedding.weight
         if isinstance(head, nn.Embedding):
-            self.head = nn.Embedding(*weight.shape, _weight=weight)
+            self.head = nn.Embedding(weight.shape[0], weight.shape[1], _weight=weight)
         else:
             with torch.device("meta"):
                 self.head = nn.Linear(weight.shape[1], weight.shape[0], bias="bias" in full)
