@@ -40,6 +40,10 @@ class StagePartition(Protocol):
     def tied(self) -> tuple[str, ...]:
         """Names of weights that the first and the last rank of the pipeline both hold."""
 
+    @property
+    def sources(self) -> Mapping[str, str]:
+        """Names of tied weights -> names of the parameters that they are tied to."""
+
     def owner(self, name: str) -> int:
         """Returns the pipeline rank of a weight or buffer; the first of the two for a tied weight."""
 
