@@ -1,7 +1,7 @@
 """Parallel state of one model, stored on it: configuration, shardings, and what each parallel axis installed."""
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
