@@ -15,12 +15,12 @@ from ..core.layouts import parse_layouts
 from ..errors import MegatronError
 from ..models.fingerprint import describe_model, is_stock_class
 from .cases import resolve_case
-from .check import check_config, minimum_layers
+from .check import check_layouts, minimum_layers
 from .parity import build
 from .tiny_config import full_config
 
 
-def main(path: str) -> int:
+def run_request(path: str) -> int:
     """Runs the check that a request describes; returns the exit code."""
     request = pickle.loads(Path(path).read_bytes())
     model_class = request["class"]
@@ -31,7 +31,7 @@ def main(path: str) -> int:
         return 1
     layouts = parse_layouts(request["layouts"])
     try:
-        results = check_config(
+        results = check_layouts(
             config, task, model_class, layouts, name=model_class.__name__, layers=minimum_layers(layouts)
         )
     except MegatronError as error:
@@ -57,4 +57,4 @@ def _differing_parts(config: Any, task: str, model_class: type, digests: list[st
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1]))
+    sys.exit(run_request(sys.argv[1]))

@@ -154,10 +154,10 @@ def _check_changed(
         changes = {**get_type_facts(model).audio, **changes}
     config = resolve_config(model, changes)
     config, task, class_name = resolve_case(config, task, class_name)
-    return check_config(config, task, class_name, layouts, name=model, changes=changes, **how)
+    return check_layouts(config, task, class_name, layouts, name=model, changes=changes, **how)
 
 
-def check_config(
+def check_layouts(
     config: PreTrainedConfig,
     task: str,
     model_class: type | str | None,
