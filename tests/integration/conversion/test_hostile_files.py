@@ -152,11 +152,11 @@ def test_custom_code_for_known_type_is_not_run(hf, tmp_path):
     convert(source, tmp_path / "out", "hf", verify=True, logits=True)
 
 
-@pytest.mark.parametrize("command", ["plan", "check"])
-def test_plan_and_check_run_no_custom_code(hf, tmp_path, command):
+@pytest.mark.parametrize("command", ["plan", "show", "check"])
+def test_commands_run_no_custom_code(hf, tmp_path, command):
     source = copy_with_config(hf, tmp_path / "source", **OWN_CODE)
     (source / "m.py").write_text("raise SystemExit('ran')\n", "utf-8")
-    code, lines = run(command, source)
+    code, lines = run(command, source, *(("--num-gpus", "8") if command == "plan" else ()))
     assert code == 2 and len(lines) == 1 and "auto_map specifies custom code" in lines[0]
 
 

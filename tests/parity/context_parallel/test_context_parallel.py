@@ -171,7 +171,7 @@ def skip_token_gradient_sum():
 
 def skip_full_sequence_blocks():
     """Runs blocks that need full sequences on local tokens."""
-    full_sequence_blocks.FullSequenceBlock.install = lambda self, block: None
+    full_sequence_blocks.FullSequenceBlock.install = lambda self, block, hooks: None
 
 
 FAULTS = {

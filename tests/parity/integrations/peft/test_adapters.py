@@ -291,7 +291,7 @@ def ignore_fused_groups():
 
 
 def skip_hook_move():
-    layout._move_hooks = lambda source, target: None
+    layout._move_hooks = lambda hooks, source, target: None
 
 
 def use_local_dora_norm():
