@@ -228,16 +228,19 @@ def test_skipped_modules_match_transformers():
         "weights": TorchAoConfig(Int8WeightOnlyConfig(), modules_to_not_convert=["o_proj.weight", "lm_head"]),
     }
 
+    # Saved in this process: only the first rank of a job would save its weights.
+    plain = make_wide_tiny_model("llama")
+
     def on_rank():
         quantized_linears = {}
         for name, settings in cases.items():
-            tiny_model = replace(make_wide_tiny_model("llama"), arguments={"quantization_config": settings})
+            tiny_model = replace(plain, arguments={"quantization_config": settings})
             model = tiny_model.load(megatron_config=ConfigUnderTest(tp_size=2))
             quantized_linears[name] = parallel_state(model).placed[scheme.NAME].linears
         return quantized_linears
 
     for name, linears in run_ranks(on_rank, 2)[0].items():
-        stock = replace(make_wide_tiny_model("llama"), arguments={"quantization_config": cases[name]}).load()
+        stock = replace(plain, arguments={"quantization_config": cases[name]}).load()
         kinds = {linear: type(module.weight) for linear, module in stock.named_modules() if "_proj" in linear}
         assert linears == {linear for linear, kind in kinds.items() if kind is not torch.nn.Parameter}, name
 
