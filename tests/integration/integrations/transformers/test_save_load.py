@@ -209,10 +209,8 @@ def test_mis_shaped_weights_raise(stories, tmp_path):
     )
 
     def load():
-        with pytest.raises((CheckpointError, RuntimeError), match="up_proj|mismatch|ignore_mismatched_sizes"):
+        with pytest.raises(CheckpointError, match="up_proj.*ignore_mismatched_sizes"):
             AutoModelForCausalLM.from_pretrained(path, megatron_config=TP2)
-        with pytest.raises(CheckpointError, match="up_proj"):
-            AutoModelForCausalLM.from_pretrained(path, megatron_config=TP2, ignore_mismatched_sizes=True)
 
     run_ranks(load, 2)
 
