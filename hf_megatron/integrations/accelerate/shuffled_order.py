@@ -51,10 +51,17 @@ def prepare_data_loader(original: Callable, self: Any, data_loader: Any, *args: 
     if not is_ours(self):
         return original(self, data_loader, *args, **kwargs)
     sampler, random_state = find_sampler(data_loader), torch.get_rng_state()
-    is_shuffled = type(sampler) is RandomSampler and sampler.generator is None
+    generator = getattr(sampler, "generator", None)
+    is_shuffled = type(sampler) is RandomSampler and generator is None
     prepared = count_ranks(original, self, data_loader, *args, **kwargs)
     # Seedable samplers are replaced, and a dispatching loader iterates on the first rank only.
-    if is_shuffled and isinstance(prepared, DataLoaderShard) and find_sampler(prepared) is sampler:
+    if not isinstance(prepared, DataLoaderShard) or find_sampler(prepared) is not sampler:
+        return prepared
+    if generator is not None and prepared.synchronized_generator is None:
+        # For one replica, upstream leaves the script's generators as they are, with the seed of each rank.
+        prepared.synchronized_generator = generator
+        prepared.rng_types = [*(prepared.rng_types or ()), "generator"]
+    elif is_shuffled:
         # For several replicas, upstream has drawn a seed and set a generator.
         torch.set_rng_state(random_state)
         sampler.generator = None

@@ -176,10 +176,10 @@ def test_the_present_size_changes_nothing(checkpoints, text):
 
 MODELS = {
     "gpt2": ("gpt2", {}),
-    "bert, bias of a tied head": ("bert", {"class_name": "BertForMaskedLM"}),
+    "bert, bias of a tied head": ("bert", {"model_class": "BertForMaskedLM"}),
     "phi, bias of an untied head": ("phi", {}),
-    "t5, three tied tables": ("t5", {"class_name": "T5ForConditionalGeneration"}),
-    "bart, bias of the logits": ("bart", {"class_name": "BartForConditionalGeneration"}),
+    "t5, three tied tables": ("t5", {"model_class": "T5ForConditionalGeneration"}),
+    "bart, bias of the logits": ("bart", {"model_class": "BartForConditionalGeneration"}),
 }
 
 
