@@ -575,6 +575,19 @@ def test_arguments_created_before_import_are_rejected(stories, tmp_path):
     run_ranks(build, 2)
 
 
+def test_evaluation_size_that_splits_groups_is_rejected(stories, tmp_path):
+    def build():
+        # Created before the model, TRL checks the size as if both ranks had samples of their own.
+        options = {"eval_strategy": "steps", "per_device_eval_batch_size": 2}
+        args = GRPOConfig(str(tmp_path), **(test_base.DEFAULTS | SIZES | options))
+        model = test_base.policy(stories, test_base.layout("tp2"), GRPOTrainer)
+        rows = Dataset.from_list(prompts(4))
+        with pytest.raises(ConfigError, match="per_device_eval_batch_size=2 on 1 data"):
+            GRPOTrainer(model, vowels, args, train_dataset=rows, eval_dataset=rows)
+
+    run_ranks(build, 2)
+
+
 @pytest.mark.parametrize(
     ("text", "given", "message"),
     [
@@ -584,7 +597,6 @@ def test_arguments_created_before_import_are_rejected(stories, tmp_path):
             r"generation_batch_size=2 \(.* 1 da",
         ),
         ("tp2", {"generation_batch_size": 10}, "generation_batch_size=10: expected a multiple of 4"),
-        ("tp2", {"eval_strategy": "steps", "per_device_eval_batch_size": 2}, "per_device_eval_batch_size=2 on 1 data"),
         (
             "dp2",
             {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 1},
