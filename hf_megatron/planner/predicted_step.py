@@ -202,7 +202,8 @@ def build_model_and_optimizer(
     adapt: Callable[[Any], Any] | None = None,
     mode: AbstractContextManager[Any] | None = None,
 ) -> tuple[Any, torch.optim.Optimizer]:
-    under_test = ConfigUnderTest(**layout.to_dict())
+    # With a seed, ranks draw their own shards: those of a dry run cannot receive weights from the first one.
+    under_test = ConfigUnderTest(**{**layout.to_dict(), "seed": layout.seed or 0})
     model = auto_class(config).from_config(config, dtype=dtype, megatron_config=under_test).train()
     if adapt is not None:
         with mode or nullcontext():
