@@ -65,16 +65,17 @@ def check_once_per_job(model: Any, description: Description, layouts: str, featu
         `str`, *optional*: the report of a failed check, `None` if the check passed.
     """
     checked = _describe_check(model, layouts, features)
-    store, name = default_store("hf_megatron/automatic_check"), _hash(checked)
-    # The job may have checked an equal model before.
-    if dist.get_rank() == 0 and not store.check([name]):
+    store, name, rank = default_store("hf_megatron/automatic_check"), _hash(checked), dist.get_rank()
+    # A notebook may check the same name again, after edits of the class.
+    key = f"{name}/{store.add(f'{name}/rank{rank}', 1)}"
+    if rank == 0:
         try:
             result = _check_or_read(model, description, layouts, _cache_path(model, checked))
         except Exception as error:  # noqa: BLE001 - the other ranks wait for a result, and raise the error too
             result = AutomaticCheck(False, f"The check could not run: {type(error).__name__}: {error}", 0.0)
-        store.set(name, json.dumps(asdict(result)))
-    store.wait([name], _WAIT)
-    result = AutomaticCheck(**json.loads(store.get(name)))
+        store.set(key, json.dumps(asdict(result)))
+    store.wait([key], _WAIT)
+    result = AutomaticCheck(**json.loads(store.get(key)))
     return None if result.passed else result.report
 
 
