@@ -34,7 +34,7 @@ def collect_state_dict(model: Any, state_dict: dict[str, Any], prefix: str, meta
     state = parallel_state(model)
     if state is None or state.collection is None or not (state.has_dtensors or state.cut is not None):
         return
-    if is_called_by_user():
+    if is_called_by_user(("torch",)):
         full = full_state_dict(model)
         for name, tensor in state_dict.items():
             if name.startswith(prefix) and _is_partial(tensor):

@@ -72,7 +72,7 @@ def fill_missing_gradients(
 def keep_class_name(model: Any) -> None:
     """Names the class that FSDP2 puts in front of a model's class like that class.
 
-    Code that saves a model asks its class for the module that defines it, and would save FSDP2's source file.
+    Code that saves a model looks up the module that defines its class, and would save FSDP2's source file.
     """
     cls = type(model)
     stock = unwrapped_class(cls)

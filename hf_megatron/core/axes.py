@@ -23,6 +23,9 @@ from functools import cached_property
 from ..config import MegatronConfig
 from ..errors import ConfigError
 
+# Axes whose ranks form one data-parallel replica and share a batch, the innermost first.
+REPLICA_AXES = ("tp", "cp", "pp")
+
 Digit = tuple[int, int]
 
 

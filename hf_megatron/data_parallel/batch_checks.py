@@ -14,11 +14,10 @@ from torch import Tensor
 from ..compat.shared import Shared
 from ..compat.torch_autograd import leave_uncompiled
 from ..compat.torch_memory import is_fake
+from ..core.axes import REPLICA_AXES
 from ..core.communication.rank_errors import gather
 from ..core.mesh import ParallelMesh
 from ..errors import ConfigError, RankError
-
-_AXES = ("tp", "cp", "pp")
 
 
 class SharedBatch(Shared):
@@ -26,7 +25,7 @@ class SharedBatch(Shared):
 
     def __init__(self, mesh: ParallelMesh):
         # Collective: every rank of the job takes part in creating the groups.
-        self.groups = {axis: mesh.host_group(axis) for axis in _AXES if mesh.axes[axis].size > 1}
+        self.groups = {axis: mesh.host_group(axis) for axis in REPLICA_AXES if mesh.axes[axis].size > 1}
         self.calls = 0
 
     @leave_uncompiled

@@ -15,28 +15,24 @@ from torch import Tensor, nn
 from ..compat.shared import Shared
 from ..compat.torch_autograd import is_functional, leave_uncompiled
 from ..compat.torch_memory import is_fake
+from ..core.axes import REPLICA_AXES
 from ..core.communication.rank_errors import gather
-from ..errors import ConfigError, UnsupportedError
+from ..errors import ConfigError, RankError, UnsupportedError
 from ..losses.inline_losses import get_output_loss
+from ..losses.loss_terms import CHECKED_CALLS, differ_between_ranks
 from ..parallel_state import ParallelState
 from .autograd_boundary import LateOutput
 
-# Training calls that are checked.
-CHECKED_CALLS = 3
-# Axes whose ranks share a batch, the innermost first.
-_AXES = ("tp", "cp", "pp")
-# Relative difference between data-parallel ranks' losses, in units of the dtype's precision: they are computed from
-# the same sums, so that only a remainder differs by its rounding.
-_LOSS_TOLERANCE = 16
+NAME = "output checks"
 
 
 @dataclass
 class CallRecord:
-    """What one rank has seen of a training call.
+    """Record of a training call on one rank.
 
     Attributes:
         precision (`float`): of the loss's dtype.
-        loss, rest: scalars, the loss and what is left of it without the terms that differ between data-parallel ranks;
+        loss, rest: scalars, the loss and its remainder without the terms that differ between data-parallel ranks;
             `None` if there is none.
         gradients: name of an output -> two scalars, a checksum of its gradient that adds up over backwards, and the sum
             of the norms.
@@ -106,7 +102,8 @@ class OutputComparison(Shared):
         if self.is_done:
             return
         assert self.state.data_parallel is not None
-        self.state.hooks.add("output checks", self._enter, self._leave, always_exit=True)
+        self.state.placed[NAME] = self
+        self.state.hooks.add(NAME, self._enter, self._leave, always_exit=True)
         self.state.data_parallel.callbacks.guards.append(self.compare)
 
     @leave_uncompiled
@@ -152,11 +149,11 @@ class OutputComparison(Shared):
         self.steps += 1
         local = (self.calls, [record.to_numbers() for record in self.records])
         self.records = []
-        gathered = gather(local, None, "Checking the outputs of the ranks")
-        # Decided alike on every rank.
+        gathered = gather(local, None, "Checking the outputs of the ranks", error_type=RankError)
+        # The same decision on every rank.
         self.is_done = self.steps >= CHECKED_CALLS or all(calls >= CHECKED_CALLS for calls, _ in gathered)
         records = [calls for _, calls in gathered]
-        for axis in _AXES:
+        for axis in REPLICA_AXES:
             for ranks in self.state.axes.groups(axis) if self.state.axes.size(axis) > 1 else ():
                 for index, calls in enumerate(zip(*(records[rank] for rank in ranks), strict=False)):
                     self._require_same(axis, index + 1, calls)
@@ -175,28 +172,26 @@ class OutputComparison(Shared):
             if max(checksums) - min(checksums) > tolerance * scale:
                 raise ConfigError(
                     f"{type(self.model).__name__}: {name} differs between the {axis} ranks of a replica (training call "
-                    f"{call} of this step): they hold parts of one model and must compute one loss. Compute it from "
-                    "the full outputs and the full batch on every rank, with the same random numbers, and let ranks "
-                    "exchange samples only over data-parallel ranks."
+                    f"{call} of this step), which must compute one loss. Compute it from the full outputs and the full "
+                    "batch on every rank, with the same random numbers, and exchange samples over "
+                    "hf_megatron.data_parallel_group() only."
                 )
 
     def _require_global_loss(self, records: tuple[CallRecord, ...]) -> None:
         rests = [float(record.rest) for record in records if record.rest is not None]
         scale = max((abs(float(record.loss)) for record in records if record.loss is not None), default=0.0)
-        tolerance = _LOSS_TOLERANCE * max(record.precision for record in records) * scale
-        if rests and max(rests) - min(rests) > tolerance:
+        precision = max(record.precision for record in records)
+        if rests and differ_between_ranks(rests, scale=scale, precision=precision):
             raise UnsupportedError(
                 f"{type(self.model).__name__} adds a term to its loss that covers the samples of one data-parallel "
                 "rank only. Call it without labels and compute the loss from its outputs, or use dp_size=1."
             )
 
 
-def leave_out_comparison(state: ParallelState | None) -> None:
-    """Leaves out the comparison of a model's ranks, for a caller that measures how much they differ."""
-    guards = [] if state is None or state.data_parallel is None else state.data_parallel.callbacks.guards
-    for guard in guards:
-        if isinstance(comparison := getattr(guard, "__self__", None), OutputComparison):
-            comparison.is_done = True
+def skip_comparison(state: ParallelState | None) -> None:
+    """Skips the comparison of a model's ranks, for a caller that measures how much they differ."""
+    if state is not None and NAME in state.placed:
+        state.placed[NAME].is_done = True
 
 
 def _with_recorded_gradients(output: Any, record: CallRecord) -> Any:

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..compat.torch_autograd import reentrant_checkpoints
+from ..core.axes import REPLICA_AXES
 from ..data_parallel.fsdp import outermost_layers
 from ..errors import ConfigError, UnsupportedError
 from ..models.registry import registered_spec
@@ -179,8 +180,7 @@ class _Recorder(RouterWatch):
         state = self.routers.state
         if state is None:
             return
-        # Only these axes share a batch: dp ranks have other samples.
-        for axis in ("tp", "cp", "pp"):
+        for axis in REPLICA_AXES:
             if state.axes.size(axis) > 1:
                 dist.all_reduce(unsharded, dist.ReduceOp.MAX, group=state.mesh.group(axis))
 

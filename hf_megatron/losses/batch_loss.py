@@ -71,7 +71,7 @@ class BatchLoss(Shared):
         microbatch_denominators (`LossDenominators`, *optional*): set inside `with_denominators`.
         copies (`int`): number of losses that the model computes from each label, as shown by the trial forward.
         shares (`list`, *optional*): terms of a checked call that the caller's count divides; they differ between ranks.
-        rest (`Tensor`, *optional*): scalar, what is left of a checked call's loss without its shares.
+        rest (`Tensor`, *optional*): scalar, remainder of a checked call's loss without its shares.
         used (`set`): names of the targets from which the current microbatch has computed losses.
         join_tokens (`Callable`): gathers `[local tokens, ...]` to `[tokens, ...]` over the ranks that split a sequence.
     """

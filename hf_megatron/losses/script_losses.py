@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ..core.forward_hooks import ForwardHooks
 from .batch_loss import BatchLoss
@@ -60,9 +61,10 @@ class ItemCount(Tensor):
     def __torch_function__(cls, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         """Calls a function with plain tensors and records it."""
         kwargs = kwargs or {}
-        uses = next(value.uses for value in (*args, *kwargs.values()) if isinstance(value, cls))
+        # Also in a list, as in `torch.stack([count, ...])`.
+        uses = next(value.uses for value in tree_leaves((args, kwargs)) if isinstance(value, cls))
         divides = function in _DIVISIONS and not isinstance(args[0], cls)
-        args, kwargs = tuple(map(_plain, args)), {name: _plain(value) for name, value in kwargs.items()}
+        args, kwargs = tree_map_only(Tensor, _plain, (args, kwargs))
         result = function(*args, **kwargs)
         if function in _SAME_COUNT:
             return with_uses(result, uses)
@@ -101,7 +103,7 @@ def _plain(value: Any) -> Any:
 
 
 class ScriptLossHooks:
-    """Model hooks that take a script's labels and count apart, and record a loss that is divided by the count."""
+    """Model hooks that pass a script's labels and count on as plain tensors, and record a loss divided by the count."""
 
     def __init__(self) -> None:
         self._uses: list[CountUses | None] = []

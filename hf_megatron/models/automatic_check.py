@@ -65,12 +65,17 @@ def check_once_per_job(model: Any, description: Description, layouts: str, featu
         `str`, *optional*: the report of a failed check, `None` if the check passed.
     """
     checked = _describe_check(model, layouts, features)
-    store, name = default_store("hf_megatron/automatic_check"), _hash(checked)
-    if dist.get_rank() == 0:
-        result = _check_or_read(model, description, layouts, _cache_path(model, checked))
-        store.set(name, json.dumps(asdict(result)))
-    store.wait([name], _WAIT)
-    result = AutomaticCheck(**json.loads(store.get(name)))
+    store, name, rank = default_store("hf_megatron/automatic_check"), _hash(checked), dist.get_rank()
+    # A notebook may check the same name again, after edits of the class.
+    key = f"{name}/{store.add(f'{name}/rank{rank}', 1)}"
+    if rank == 0:
+        try:
+            result = _check_or_read(model, description, layouts, _cache_path(model, checked))
+        except Exception as error:  # noqa: BLE001 - the other ranks wait for a result, and raise the error too
+            result = AutomaticCheck(False, f"The check could not run: {type(error).__name__}: {error}", 0.0)
+        store.set(key, json.dumps(asdict(result)))
+    store.wait([key], _WAIT)
+    result = AutomaticCheck(**json.loads(store.get(key)))
     return None if result.passed else result.report
 
 
@@ -162,7 +167,8 @@ def _hash(content: Any) -> str:
 def _hash_sources(model: nn.Module) -> str | None:
     """Returns a hash of the files that define a model's classes outside of torch and transformers.
 
-    Returns `None` if the source of a class is not in a file.
+    Includes the imported files of the same folders, whose functions the classes may call. Returns `None` if the source
+    of a class is not in a file.
     """
     classes = {type(module) for module in model.modules()} | {type(model.config)}
     files = set()
@@ -176,6 +182,9 @@ def _hash_sources(model: nn.Module) -> str | None:
         if not file.is_file():
             return None
         files.add(file)
+    folders = {file.parent for file in files}
+    imported = (getattr(module, "__file__", None) for module in list(sys.modules.values()))
+    files |= {file for file in map(Path, filter(None, imported)) if file.parent in folders and file.is_file()}
     return hashlib.sha256(b"\0".join(file.read_bytes() for file in sorted(files))).hexdigest()
 
 

@@ -27,7 +27,14 @@ from .verified import (
 # Number of differences listed in an error.
 _SHOWN = 6
 # Config entries that do not describe the architecture.
-_BESIDE = ("architectures", "transformers_version", "dtype", "distributed_config", "_name_or_path", "model_type")
+_NOT_ARCHITECTURE = (
+    "architectures",
+    "transformers_version",
+    "dtype",
+    "distributed_config",
+    "_name_or_path",
+    "model_type",
+)
 
 
 class PlannedModel(Protocol):
@@ -188,7 +195,9 @@ def check_command(model_config: Any, class_name: str, layouts: str) -> str:
         return f"hf-megatron check {shlex.quote(str(model_config.name_or_path))} {options}"
     default = json.loads(CONFIG_MAPPING[model]().to_json_string(use_diff=False))
     values = json.loads(model_config.to_json_string(use_diff=False))
-    changes = {name: value for name, value in values.items() if name not in _BESIDE and value != default.get(name)}
+    changes = {
+        name: value for name, value in values.items() if name not in _NOT_ARCHITECTURE and value != default.get(name)
+    }
     return f"hf-megatron check {model} {options}" + (f" --set {shlex.quote(json.dumps(changes))}" if changes else "")
 
 

@@ -51,7 +51,7 @@ def explain_freed_graph(error: RuntimeError) -> None:
 
 def _taken_activation() -> UnsupportedError:
     return UnsupportedError(
-        "A backward went through the layers of a pipeline stage outside of the schedule: a second one without "
-        "retain_graph=True in the first, or one from an activation that a forward hook has kept for a loss. Compute "
-        "the loss from the model's outputs, or load the model with pp_size=1."
+        "A backward ran through a pipeline stage outside the schedule (a loss on an activation that a forward hook "
+        "kept, or a second backward without retain_graph=True), so its gradients would not reach the other stages. "
+        "Compute the loss from the model's outputs, or load the model with pp_size=1."
     )

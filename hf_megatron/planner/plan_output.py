@@ -144,7 +144,7 @@ def _reasons(result: SearchResult) -> list[str]:
     for place, kinds in enumerate(result.uncompared, start=1):
         if kinds:
             what = "; ".join(" ".join(line.split()) for line in kinds)
-            lines.append(f"{place} was not compared with one process, loading asks for a check first: {what}")
+            lines.append(f"{place} was not compared with one process, loading compares it first: {what}")
     if first.is_small:
         lines.append("launching kernels takes longer than running them: the work of a rank is small, 1 will be slower")
     return lines

@@ -36,7 +36,7 @@ class SearchResult:
             one.
         fits, considered (`int`): number of layouts that fit, and of all layouts.
         reasons: reason for an exclusion -> number of times.
-        uncompared: for each of `best`, parts without a recorded parity result, for which loading requests a check.
+        uncompared: for each of `best`, parts without a recorded parity result, which loading compares first.
     """
 
     job: Job

@@ -145,7 +145,7 @@ def without_pipeline(layout: MegatronConfig) -> MegatronConfig:
 
 
 def what_was_not_compared(short: ShortModel, layout: MegatronConfig) -> list[str]:
-    """Returns the parts of the layout without a recorded parity result, for which loading requests a check."""
+    """Returns the parts of the layout without a recorded parity result, which loading compares first."""
     model = copy.deepcopy(short.model)
     description = describe_model(model)
     flat = without_pipeline(layout)

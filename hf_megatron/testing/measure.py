@@ -18,7 +18,7 @@ from ..core.off_stage import local_named_parameters
 from ..data_parallel.batch_norm import batch_norms
 from ..data_parallel.distributed_optimizer import prepare_optimizer
 from ..data_parallel.grad_norm import gradient_norm
-from ..data_parallel.output_checks import leave_out_comparison
+from ..data_parallel.output_checks import skip_comparison
 from ..models.fingerprint import silence
 from ..models.modalities.sample_index import modality_names, multimodal_samples
 from ..models.type_facts import get_type_facts
@@ -248,7 +248,7 @@ def measure(
     if is_silent:
         silence(model)
     inner = unwrap_parallel_model(model)
-    leave_out_comparison(parallel_state(inner))
+    skip_comparison(parallel_state(inner))
     batches = on_device(batches, inner)
     model.eval()
     with torch.no_grad():

@@ -111,9 +111,9 @@ def user_call(frames: list[FrameType]) -> tuple[str, str]:
     return name, f"{os.path.basename(frames[outer].f_code.co_filename)}:{frames[outer].f_lineno}"
 
 
-def is_called_by_user() -> bool:
-    """Returns whether the innermost frame outside torch, of the current stack, is not in another library either."""
+def is_called_by_user(callees: tuple[str, ...]) -> bool:
+    """Returns whether user code has called the caller's function, through functions of the packages `callees` only."""
     frame: FrameType | None = sys._getframe(2)
-    while frame is not None and is_in_packages(frame, ("torch",)):
+    while frame is not None and is_in_packages(frame, callees):
         frame = frame.f_back
     return frame is not None and not is_in_packages(frame, LIBRARIES)

@@ -186,8 +186,8 @@ def reject_local_sgd(
     """Rejects LocalSGD on several replicas, whose gradients are averaged in every step."""
     if enabled and is_ours(accelerator) and replicas(accelerator) > 1:
         raise UnsupportedError(
-            f"LocalSGD is not supported on {replicas(accelerator)} data-parallel ranks, which average their gradients "
-            "in every step: it would train as without it. Pass enabled=False."
+            f"LocalSGD is not supported on {replicas(accelerator)} data-parallel ranks: their gradients are averaged "
+            "in every step, so it would have no effect. Pass enabled=False."
         )
     original(self, accelerator, model, local_sgd_steps, enabled)
 

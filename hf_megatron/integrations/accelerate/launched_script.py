@@ -122,7 +122,7 @@ def _list_models() -> list[Any]:
     """Returns the transformers models of this process; searched for once per optimizer."""
     from transformers import PreTrainedModel
 
-    return [found for found in gc.get_objects() if issubclass(type(found), PreTrainedModel)]
+    return [candidate for candidate in gc.get_objects() if issubclass(type(candidate), PreTrainedModel)]
 
 
 def _is_inside_model_init() -> bool:

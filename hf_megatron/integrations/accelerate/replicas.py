@@ -1,4 +1,4 @@
-"""Data-parallel replicas as the processes of a job, for the numbers by which scripts share out data.
+"""Data-parallel replicas as the processes of a job, for the numbers by which scripts distribute data.
 
 `num_processes`, `world_size` and `process_index` count replicas, because the ranks of a replica read the same batches.
 What must happen on one rank of the job (files, logs, trackers) or once per rank (traces) keeps counting ranks.
@@ -7,13 +7,14 @@ This module is imported while Accelerate itself is, so it must not import Accele
 """
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sized
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
+from ...core.communication.call_stack import is_called_by_user
 from ...core.runtime import RUNTIME
 from .plugin import get_latest_layout, is_ours, ranks_of_replica, replicas
 
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from ...parallel_state import ParallelState
 
 _COUNTS_RANKS: ContextVar[bool] = ContextVar("whether upstream code that counts ranks is running", default=False)
+_READS: ContextVar[list[str] | None] = ContextVar("reads of the number of replicas by a script", default=None)
 
 
 @contextmanager
@@ -30,6 +32,23 @@ def _counting_ranks() -> Iterator[None]:
         yield
     finally:
         _COUNTS_RANKS.reset(token)
+
+
+@contextmanager
+def watch_reads() -> Iterator[Sized]:
+    """Yields a list of the script's own reads of the number of replicas inside."""
+    reads: list[str] = []
+    token = _READS.set(reads)
+    try:
+        yield reads
+    finally:
+        _READS.reset(token)
+
+
+def _record_read(name: str) -> None:
+    reads = _READS.get()
+    if reads is not None and is_called_by_user(("hf_megatron",)):
+        reads.append(name)
 
 
 def count_ranks(original: Callable, self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -57,6 +76,7 @@ def _ranks_per_replica() -> int:
 
 def num_processes(original: Callable, self: Any) -> int:
     """Returns the number of replicas of an Accelerator."""
+    _record_read("num_processes")
     return replicas(self) if is_ours(self) and not _COUNTS_RANKS.get() else original(self)
 
 
@@ -74,16 +94,11 @@ def is_last_process(original: Callable, self: Any) -> bool:
 @contextmanager
 def profile(original: Callable, self: Any, *args: Any, **kwargs: Any) -> Iterator[Any]:
     """Profiles a block; each rank writes a trace of its own at the end."""
-    manager = original(self, *args, **kwargs)
-    profiler = manager.__enter__()
-    try:
-        yield profiler
-    except BaseException:
-        if not manager.__exit__(*sys.exc_info()):
-            raise
-    else:
+    with ExitStack() as stack:
+        yield stack.enter_context(original(self, *args, **kwargs))
+        # The trace is written here, and named by the process index.
         with _counting_ranks():
-            manager.__exit__(None, None, None)
+            stack.close()
 
 
 class _ReplicaState:
@@ -111,6 +126,7 @@ def seed_state(original: Callable, *args: Any, **kwargs: Any) -> Any:
 
 def world_size(original: Callable, self: Any) -> int:
     """Returns the number of replicas, in `TrainingArguments` whose ranks have joined the job."""
+    _record_read("world_size")
     ranks: int = original(self)
     return ranks if ranks == 1 else ranks // _ranks_per_replica()
 

@@ -55,8 +55,10 @@ def count_rows(trainer: Any, loader: Any) -> None:
     batch = trainer.get_total_train_batch_size(args)
     if (stream := get_stream(loader)) is not None:
         if args.dataloader_num_workers > 1:
-            workers = f"dataloader_num_workers={args.dataloader_num_workers}"
-            raise DataError(f"{workers}: each worker would read only some samples of the stream. Expected 1 or 0.")
+            raise DataError(
+                f"dataloader_num_workers={args.dataloader_num_workers}: a stream cannot be split over several workers. "
+                "Use 0 or 1."
+            )
         _require_countable(args, stream.ramp_up, batch)
         require_all_rows(stream, loader)
         stream.batch = batch

@@ -16,15 +16,13 @@ from torch import Tensor
 
 from ...compat.shared import Shared
 from ...core.communication.rank_errors import gather
+from ...errors import RankError
 from ...losses.batch_loss import BatchLoss
-from ...losses.loss_terms import subtract_terms
+from ...losses.loss_terms import CHECKED_CALLS, differ_between_ranks, subtract_terms
 from ...losses.script_losses import CountUses, ItemCount, know_script_batch, with_script_targets, with_uses
 from ...parallel_state import parallel_state
+from ..accelerate.replicas import watch_reads
 
-# Calls in which the losses of the ranks are compared.
-_CHECKED_CALLS = 3
-# Relative difference between ranks, in units of the dtype's precision.
-_TOLERANCE = 16
 # Packages whose trainers normalize their losses themselves, or are adapted by this library.
 _LIBRARIES = ("transformers.", "trl.", "sentence_transformers.", "hf_megatron.")
 # Of these, trainers with Trainer's own loss, which a script's subclass may replace.
@@ -82,26 +80,30 @@ class _ScriptLoss(Shared):
     @property
     def is_checked(self) -> bool:
         """Whether the current call compares the ranks' losses."""
-        return self._checked_calls < _CHECKED_CALLS and torch.is_grad_enabled()
+        return self._checked_calls < CHECKED_CALLS and torch.is_grad_enabled()
 
-    def _compare(self, loss: Tensor, rest: Tensor) -> None:
+    def _compare(self, loss: Any, rest: Tensor | None) -> None:
         """Warns if a loss differs between the ranks, without the terms whose differences are right.
 
+        Collective: every rank calls it in each checked call, because a script may compute its loss otherwise on some.
+
         Args:
-            loss (`Tensor`), rest (`Tensor`): scalars, the loss and what is left of it without these terms.
+            loss (`Tensor`): scalar.
+            rest (`Tensor`, *optional*): scalar, its remainder without these terms; `None` if that is unknown.
         """
         self._checked_calls += 1
-        mesh = self.batch.mesh
-        values = (float(rest), float(loss.detach()))
-        gathered = gather(values, mesh.host_group("dp"), "Comparing the losses of data-parallel ranks")
-        rests = [other for other, _ in gathered]
-        tolerance = _TOLERANCE * torch.finfo(loss.dtype).eps * max(abs(full) for _, full in gathered)
-        if max(rests) - min(rests) > tolerance and self._checked_calls <= _CHECKED_CALLS:
-            self._checked_calls = _CHECKED_CALLS
+        values = None if rest is None else (float(rest), abs(float(loss.detach())), torch.finfo(loss.dtype).eps)
+        doing, group = "Comparing the losses of data-parallel ranks", self.batch.mesh.host_group("dp")
+        gathered = gather(values, group, doing, error_type=RankError)
+        if any(values is None for values in gathered):
+            return
+        rests, losses, precisions = zip(*gathered, strict=True)
+        if differ_between_ranks(rests, scale=max(losses), precision=max(precisions)):
+            self._checked_calls = CHECKED_CALLS
             warnings.warn(
-                f"{self.name} returns another loss on each data-parallel rank. Its value is as under "
-                "DistributedDataParallel, the mean of the ranks' values, and not the single-process value. To get it, "
-                "use means of torch.nn.functional's losses over `labels`, or divide sums by num_items_in_batch.",
+                f"{self.name} returns another loss on each data-parallel rank; their mean is used, as under "
+                "DistributedDataParallel. For the single-process value, use means of torch.nn.functional's losses over "
+                "`labels`, or divide sums by num_items_in_batch.",
                 stacklevel=4,
             )
 
@@ -116,15 +118,20 @@ class LossFunction(_ScriptLoss):
 
     def __call__(self, outputs: Any, labels: Any, num_items_in_batch: Any = None, **kwargs: Any) -> Tensor:
         """Returns the loss, a scalar, that Trainer multiplies by the number of ranks if there is a count."""
-        batch, uses = self.batch, CountUses()
+        batch, ranks = self.batch, self.batch.mesh.dp_size
+        uses = CountUses(float(ranks))
         if not batch.over_ranks:
             return self.function(outputs, labels, num_items_in_batch=num_items_in_batch, **kwargs)
         count = None if num_items_in_batch is None else with_uses(num_items_in_batch, uses)
         loss = self.function(outputs, know_script_batch(labels, batch), num_items_in_batch=count, **kwargs)
-        if self.is_checked and (uses.shares or not uses.is_used):
-            self._compare(loss, subtract_terms(loss, uses.shares)[0])
-        # A mean ignores the count: Trainer's factor must not apply.
-        return loss if num_items_in_batch is None or uses.is_used else loss / batch.mesh.dp_size
+        if self.is_checked:
+            # A count that was read as a number leaves no terms.
+            is_known = uses.shares or not uses.is_used
+            self._compare(loss, subtract_terms(loss, uses.shares)[0] if is_known else None)
+        # Trainer's factor is right for a sum divided by the number in the count. It must not apply to means, and terms
+        # divided by the count itself have it already.
+        is_unscaled = num_items_in_batch is None or (uses.is_used and not uses.shares)
+        return loss if is_unscaled else loss / ranks
 
 
 class OverriddenLoss(_ScriptLoss):
@@ -156,17 +163,23 @@ class OverriddenLoss(_ScriptLoss):
             kwargs["num_items_in_batch"] = with_uses(count if self.averages_tokens else count / self._ranks, uses)
         self._known, self.is_running = [], True
         try:
-            result = self.function(model, with_script_targets(inputs, batch), *args, **kwargs)
+            with watch_reads() as reads:
+                result = self.function(model, with_script_targets(inputs, batch), *args, **kwargs)
         finally:
             self.is_running = False
         loss = result[0] if isinstance(result, tuple) else result
-        if not self.is_checked or not isinstance(loss, Tensor) or not loss.requires_grad:
+        if not self.is_checked:
+            return result
+        if not isinstance(loss, Tensor) or not loss.requires_grad:
+            self._compare(loss, None)
             return result
         rest, factors = subtract_terms(loss, [*uses.shares, *self._known])
         shares = list(zip(factors, uses.shares, strict=False))
         if self._factor is None and shares and any(factor for factor, _ in shares):
-            # A method that multiplies by the number of ranks shows it in the factor of its terms.
-            self._factor = 1.0 if any(factor == self._ranks for factor, _ in shares) else float(self._ranks)
+            # A method that multiplies by the number of ranks reads that number; if it did so before, its terms have it
+            # as their factor.
+            multiplies = len(reads) > 0 or any(factor == self._ranks for factor, _ in shares)
+            self._factor = 1.0 if multiplies else float(self._ranks)
             loss = loss + (self._factor - 1) * sum(factor * share for factor, share in shares)
         self._compare(loss, rest)
         return (loss, *result[1:]) if isinstance(result, tuple) else loss

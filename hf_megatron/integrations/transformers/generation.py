@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ...core.axes import REPLICA_AXES
 from ...core.communication.rng import broadcast_state
 from ...core.mesh import ParallelMesh
 from ...errors import UnsupportedError
@@ -41,7 +42,7 @@ def generate(original: Callable, self: Any, *args: Any, **kwargs: Any) -> Any:
     state = parallel_state(self)
     if state is not None:
         mesh = state.mesh
-        broadcast_state(mesh.device, *(mesh.host_group(axis) for axis in ("tp", "cp", "pp")))
+        broadcast_state(mesh.device, *(mesh.host_group(axis) for axis in REPLICA_AXES))
         if state.in_lockstep and mesh.dp_size > 1 and kwargs.get("synced_gpus") is None:
             # Other data-parallel ranks generate for other prompts but hold shards of these weights or experts: every
             # rank keeps calling forward until the last one has finished.

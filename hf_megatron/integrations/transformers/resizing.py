@@ -28,7 +28,7 @@ from ...core.off_stage import is_off_stage
 from ...core.placement import count_shared_copies
 from ...core.quantized_weight import QuantizedWeight
 from ...data_parallel.engine import get_engine
-from ...errors import ConfigError, UnsupportedError
+from ...errors import ConfigError, RankError, UnsupportedError
 from ...models.spec import module_name
 from ...parallel_state import ParallelState, parallel_state
 
@@ -63,12 +63,12 @@ def resize_token_embeddings(
     if all(len(table.weight) == size for table in tables):
         self.config.get_text_config().vocab_size = self.vocab_size = size
         return embedding
-    _require_resizable(self, tables)
+    _require_agreement(_find_obstacle(self, tables), (new_num_tokens, pad_to_multiple_of, mean_resizing))
     weights = _Weights.find(self, state)
-    _require_agreement(self, weights, (new_num_tokens, pad_to_multiple_of, mean_resizing))
+    _require_no_gradients(weights)
     _require_mesh(state, weights, size)
     copies = FullTables(embedding, head, {place: weights.gather_full(place) for place in weights.places})
-    with _draw_as_first_rank(), copies.standing_in(self):
+    with _draw_as_first_rank(), copies.installed_in(self):
         original(self, new_num_tokens, pad_to_multiple_of, mean_resizing)
     replaced = weights.take(copies.weights())
     forget_identity(state)
@@ -82,14 +82,14 @@ def resize_token_embeddings(
 @contextmanager
 def _draw_as_first_rank() -> Iterator[None]:
     """Draws from rank 0's random state inside; ranks whose own state differs, as replicas' may, keep theirs."""
-    own = torch.get_rng_state()
+    local_state = torch.get_rng_state()
     share_generator(0)
-    differs = not torch.equal(own, torch.get_rng_state())
+    differs = not torch.equal(local_state, torch.get_rng_state())
     try:
         yield
     finally:
         if differs:
-            torch.set_rng_state(own)
+            torch.set_rng_state(local_state)
 
 
 def _new_size(embedding: Any, new_num_tokens: int | None, pad_to_multiple_of: Any) -> int:
@@ -118,8 +118,8 @@ def _reject_inner(model: Any) -> None:
         )
 
 
-def _require_resizable(model: Any, tables: list[Any]) -> None:
-    """Raises `UnsupportedError` for tables that are not plain ones, and for classes that have further ones."""
+def _find_obstacle(model: Any, tables: list[Any]) -> str | None:
+    """Returns an error text for tables that are not plain ones, and for classes that have further ones."""
     from transformers import PreTrainedModel
 
     cls, reason = type(model), None
@@ -131,33 +131,39 @@ def _require_resizable(model: Any, tables: list[Any]) -> None:
     elif any(isinstance(table.weight, QuantizedWeight) for table in tables):
         reason = "the embedding or the head is quantized"
     if reason is not None:
-        raise UnsupportedError(
+        return (
             f"{cls.__name__}.resize_token_embeddings of a parallelized model: {reason}. Load it in a single process, "
             "resize and save it, and load the result with megatron_config."
         )
-    for table in tables:
-        if not isinstance(table, nn.Embedding | nn.Linear):
-            raise UnsupportedError(
-                f"resize_token_embeddings: the embedding or head is a {type(table).__name__}. Resize the model before "
-                "an adapter wraps these modules."
-            )
+    wrapped = next((table for table in tables if not isinstance(table, nn.Embedding | nn.Linear)), None)
+    if wrapped is None:
+        return None
+    return (
+        f"resize_token_embeddings: the embedding or head is a {type(wrapped).__name__}. Resize the model before an "
+        "adapter wraps these modules."
+    )
 
 
-def _require_agreement(model: Any, weights: "_Weights", arguments: tuple) -> None:
-    """Raises `ConfigError` on all ranks if their calls differ, or if a table has gradients."""
-    with_gradient = [
-        name for name, parameter in weights.named.items() if name in weights.names and parameter.grad is not None
-    ]
-    sent = gather((arguments, with_gradient), None, _DOING)
-    if any(other != arguments for other, _ in sent):
+def _require_agreement(obstacle: str | None, arguments: tuple) -> None:
+    """Raises an error on all ranks if one of them finds an obstacle, or if their arguments differ; collective."""
+    sent = gather((obstacle, arguments), None, _DOING, error_type=RankError)
+    if (first := next((other for other, _ in sent if other is not None), None)) is not None:
+        raise UnsupportedError(first)
+    if any(other != arguments for _, other in sent):
         raise ConfigError(
             "resize_token_embeddings: the ranks pass different arguments (new_num_tokens, pad_to_multiple_of, "
-            f"mean_resizing): {sorted({str(other) for other, _ in sent})}. Pass the same on every rank."
+            f"mean_resizing): {sorted({str(other) for _, other in sent})}. Pass the same on every rank."
         )
-    if names := sorted({name for _, names in sent for name in names}):
+
+
+def _require_no_gradients(weights: "_Weights") -> None:
+    """Raises `ConfigError` on all ranks if a table has a gradient; collective."""
+    local = [name for name, value in weights.named.items() if name in weights.names and value.grad is not None]
+    names = {name for names in gather(local, None, _DOING, error_type=RankError) for name in names}
+    if names:
         raise ConfigError(
-            f"resize_token_embeddings: {names[0]} has a gradient of its present size. Call zero_grad() on the model or "
-            "the optimizer first."
+            f"resize_token_embeddings: {min(names)} has a gradient of its present size. Call zero_grad() on the model "
+            "or the optimizer first."
         )
 
 
@@ -192,7 +198,11 @@ class _Weights:
         named = dict(resharded(model).named_parameters(remove_duplicate=False))
         # A pipeline stage knows the ties of its own modules, and those to other stages.
         known = {**({} if state.cut is None else state.cut.sources), **model.all_tied_weights_keys}
-        ties = {name: source for others in gather(known, None, _DOING) for name, source in others.items()}
+        ties = {
+            name: source
+            for others in gather(known, None, _DOING, error_type=RankError)
+            for name, source in others.items()
+        }
 
         def find_source(name: str) -> str:
             while name in ties:
@@ -297,7 +307,7 @@ class FullTables:
             self.head.bias = nn.Parameter(full["bias"])
 
     @contextmanager
-    def standing_in(self, model: Any) -> Iterator[None]:
+    def installed_in(self, model: Any) -> Iterator[None]:
         """Makes the model's accessors return and replace these modules inside."""
         replaced = {
             "get_input_embeddings": lambda: self.embedding,

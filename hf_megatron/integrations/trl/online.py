@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from ...config import MegatronConfig
+from ...core.axes import REPLICA_AXES
 from ...core.communication.rng import broadcast_state
 from ...errors import UnsupportedError
 from ...expert_parallel.router_replay import ABSENT
@@ -75,7 +76,7 @@ def calculate_rewards(original: Callable, self: Any, *args: Any, **kwargs: Any) 
     random.setstate(of_python)
     numpy.random.set_state(of_numpy)
     mesh = state.mesh
-    broadcast_state(mesh.device, *(mesh.host_group(axis) for axis in ("tp", "cp", "pp")))
+    broadcast_state(mesh.device, *(mesh.host_group(axis) for axis in REPLICA_AXES))
     return of_first.to(rewards.device)
 
 
@@ -155,7 +156,7 @@ def _is_first(state: ParallelState) -> bool:
 
 
 def _from_first_rank(state: ParallelState, objects: list[Any]) -> None:
-    for axis in ("tp", "cp", "pp"):
+    for axis in REPLICA_AXES:
         group = state.mesh.host_group(axis)
         if group.size() > 1:
             dist.broadcast_object_list(objects, group=group, group_src=0)

@@ -1,5 +1,6 @@
 """Tests of the check of models without a recorded result, which runs while they are loaded."""
 
+import importlib
 import os
 import re
 import subprocess
@@ -78,9 +79,35 @@ def test_class_of_a_script_is_checked_once(folder, sizes, monkeypatch, capfd):
     assert run_ranks(on_rank, 2) == pytest.approx([expected] * 2, rel=1e-6)
     assert "checked in" not in capfd.readouterr().err
     # Other code, versions or layouts need another check.
+    content = record.read_text("utf-8")
     record.unlink()
     with pytest.raises(Exception, match="UnverifiedLayoutError"):
         run_ranks(on_rank, 2)
+    # An error of the first rank alone is raised on all ranks.
+    record.write_text(content[:-1], "utf-8")
+
+    def raise_on_rank():
+        with pytest.raises(UnverifiedLayoutError, match="The check could not run: JSONDecodeError"):
+            on_rank()
+
+    run_ranks(raise_on_rank, 2)
+
+
+def test_functions_of_the_same_folder_belong_to_the_checked_code(tmp_path, monkeypatch):
+    (tmp_path / "capping.py").write_text("LIMIT = 5\n", "utf-8")
+    (tmp_path / "capped_model.py").write_text(
+        "from transformers import LlamaForCausalLM\n\nimport capping\n\n\nclass Capped(LlamaForCausalLM):\n"
+        "    limit = capping.LIMIT\n",
+        "utf-8",
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    module = importlib.import_module("capped_model")
+    with torch.device("meta"):
+        model = module.Capped(tiny_config(CONFIG_MAPPING["llama"]()))
+    before = automatic_check._hash_sources(model)
+    assert before == automatic_check._hash_sources(model)
+    (tmp_path / "capping.py").write_text("LIMIT = 6\n", "utf-8")
+    assert before != automatic_check._hash_sources(model)
 
 
 def test_class_that_differs_raises_and_can_be_allowed(folder):

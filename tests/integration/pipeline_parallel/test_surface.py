@@ -80,7 +80,7 @@ def test_unsupported_backwards_are_rejected():
             loss.backward()
         loss = model(input_ids=batch["input_ids"]).logits.float().square().mean()
         loss.backward()
-        with pytest.raises(UnsupportedError, match="a second one without retain_graph=True"):
+        with pytest.raises(UnsupportedError, match="a second backward without retain_graph=True"):
             loss.backward()
         with pytest.raises(UnsupportedError, match="create_graph"):
             model(**batch).loss.backward(create_graph=True)

@@ -33,6 +33,14 @@ def counted_loss(outputs, labels, num_items_in_batch=None):
     return F.cross_entropy(*_shift(outputs, labels), reduction="sum") / num_items_in_batch.item()
 
 
+def mixed_loss(outputs, labels, num_items_in_batch=None):
+    """Adds a mean over the labels and a sum that is divided by the count."""
+    loss = weighted_loss(outputs, labels)
+    if num_items_in_batch is None:
+        return loss
+    return loss + F.cross_entropy(*_shift(outputs, labels), reduction="sum") / num_items_in_batch
+
+
 class WeightedTrainer(Trainer):
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         labels = inputs.pop("labels")
@@ -60,6 +68,14 @@ class AwareTrainer(HandmadeTrainer):
     @property
     def factor(self):
         return self.accelerator.num_processes
+
+
+class WeightedAwareTrainer(HandmadeTrainer):
+    """Multiplies a weighted term by the number of replicas: on two of them its factor is 1."""
+
+    @property
+    def factor(self):
+        return 0.5 * self.accelerator.num_processes
 
 
 class CountingTrainer(Trainer):
@@ -101,9 +117,11 @@ def masked_loss(outputs, labels, num_items_in_batch=None):
 LOSSES = {
     "class weights in compute_loss_func": {"compute_loss_func": weighted_loss},
     "count in compute_loss_func": {"compute_loss_func": counted_loss},
+    "mean and count in compute_loss_func": {"compute_loss_func": mixed_loss},
     "class weights": {"kind": WeightedTrainer},
     "count": {"kind": HandmadeTrainer},
     "count and number of replicas": {"kind": AwareTrainer},
+    "count, weight and number of replicas": {"kind": WeightedAwareTrainer},
     "count of one rank": {"kind": HandmadeTrainer, "average_tokens_across_devices": False},
     "count in the model's call": {"kind": CountingTrainer},
     "in place": {"kind": ScaledTrainer},
@@ -171,7 +189,7 @@ def test_loss_matches_single_process_on_layout(stories, tmp_path, layout, name):
 )
 def test_comparison_notices_stock_arithmetic(stories, tmp_path, monkeypatch, name, undo):
     monkeypatch.setattr(script_losses, *undo)
-    monkeypatch.setattr(script_losses, "_CHECKED_CALLS", 0)
+    monkeypatch.setattr(script_losses, "CHECKED_CALLS", 0)
     with pytest.raises(AssertionError):
         compare(stories, tmp_path, **LOSSES[name])
 
