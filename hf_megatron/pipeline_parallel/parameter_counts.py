@@ -12,16 +12,23 @@ from torch import nn
 from ..parallel_state import ParallelState
 
 
+def unwrapped_name(name: str) -> str:
+    """Returns the name that a parameter had before an adapter wrapped its module."""
+    return name.replace(".base_layer.", ".").replace(".original_module.", ".")
+
+
 @dataclass(frozen=True)
 class ParameterCounts:
-    """Names of all parameters of a model, whose sizes are in the plan.
+    """Names of a model's parameters as loaded; sizes, and parameters that adapters add, are in the plan.
 
     Attributes:
         names: names of all parameters; a tied parameter has its first name.
+        tied: further names of tied parameters.
         embeddings: names of embedding weights.
     """
 
     names: tuple[str, ...]
+    tied: frozenset[str]
     embeddings: frozenset[str]
 
     @classmethod
@@ -29,9 +36,9 @@ class ParameterCounts:
         """Counts the parameters of a meta model before it is split into stages."""
         embeddings = {f"{name}.weight" for name, module in model.named_modules() if isinstance(module, nn.Embedding)}
         # On the meta device, a tied weight is a separate parameter under each of its names.
-        tied = model.all_tied_weights_keys
+        tied = frozenset(model.all_tied_weights_keys)
         names = tuple(name for name, _ in model.named_parameters() if name not in tied)
-        return cls(names, frozenset(embeddings))
+        return cls(names, tied, frozenset(embeddings))
 
     def bound(self, state: ParallelState) -> Callable[..., int]:
         """Returns the replacement of `model.num_parameters`."""
@@ -40,7 +47,8 @@ class ParameterCounts:
             """Returns the parameter count of the full model; collective over the pipeline with `only_trainable`."""
             left_out = self.embeddings if exclude_embeddings else frozenset()
             if not only_trainable:
-                return sum(math.prod(state.shardings[name].shape) for name in self.names if name not in left_out)
+                names = (name for name in state.shardings if unwrapped_name(name) not in self.tied | left_out)
+                return sum(math.prod(state.shardings[name].shape) for name in names)
             cut = state.cut
             assert cut is not None
             counted = sum(
