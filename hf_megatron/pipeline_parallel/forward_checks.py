@@ -30,7 +30,9 @@ class CallChecks(Shared):
         self._leaving_out = [module for module in model.modules() if _LEFT_OUT in vars(module)]
         self._has_encoder = model.config.is_encoder_decoder
         self._takes_token_loss = isinstance(model.loss_function, TokenLoss) and uses_loss_function(model)
-        self._tokens, self._classes = _tokens(model, state), _classes(model)
+        # Resizing changes the shape of the sharding; wrapping the embedding renames it, and the last count stays.
+        self._shardings = state.shardings
+        self._embedding, self._tokens = _embedding(model, state)
         # If the shift of labels is unknown, or labels are not shifted, targets may depend on neighboring documents.
         self._mixes_documents = mixes_documents or not state.loss.shifts
 
@@ -42,6 +44,8 @@ class CallChecks(Shared):
             ValueError: if labels and tokens have different shapes `[batch, sequence]`.
         """
         ids, labels = arguments.get("input_ids"), arguments.get("labels")
+        if self._embedding in self._shardings:
+            self._tokens = self._shardings[self._embedding].shape[0]
         for token_ids in (ids, arguments.get("decoder_input_ids")):
             if isinstance(token_ids, Tensor) and self._tokens is not None:
                 require_tokens(token_ids, self._tokens, "token id")
@@ -55,8 +59,9 @@ class CallChecks(Shared):
                 raise ValueError(
                     f"labels {tuple(labels.shape)} for tokens {tuple(tokens.shape[:2])}: expected a label per token."
                 )
-        if labels is not None and not labels.is_floating_point() and self._classes > 1:
-            require_tokens(labels, self._classes, "label", arguments.get("ignore_index", IGNORE_INDEX))
+        classes = 0 if labels is None else _count_classes(self.model)
+        if labels is not None and not labels.is_floating_point() and classes > 1:
+            require_tokens(labels, classes, "label", arguments.get("ignore_index", IGNORE_INDEX))
 
     def require_known_loss(self, arguments: Mapping[str, Any]) -> None:
         """Raises `UnsupportedError` for targets whose loss terms a pipeline cannot count."""
@@ -125,13 +130,13 @@ class CallChecks(Shared):
             )
 
 
-def _tokens(model: Any, state: ParallelState) -> int | None:
-    """Returns the number of token ids of a text model; collective over the pipeline.
+def _embedding(model: Any, state: ParallelState) -> tuple[str, int | None]:
+    """Returns the name of a text model's embedding weight and its number of tokens; collective over the pipeline.
 
-    `None` for multimodal models, which may use ids outside the embedding as image placeholders.
+    The number is `None` for multimodal models, which may use ids outside the embedding as image placeholders.
     """
     if model.config.get_text_config() is not model.config:
-        return None
+        return "", None
     try:
         embedding = model.get_input_embeddings()
     except OffRankShard:
@@ -139,14 +144,14 @@ def _tokens(model: Any, state: ParallelState) -> int | None:
         embedding = None
     name = next((name for name, module in model.named_modules() if module is embedding), None)
     sharding = state.shardings.get(f"{name}.weight")
-    local_count = None if sharding is None else sharding.shape[0]
-    counts = gather(
-        local_count, state.mesh.host_group("pp"), "Counting the tokens that the first stage knows", error_type=RankError
+    local_entry = None if sharding is None else (f"{name}.weight", sharding.shape[0])
+    entries = gather(
+        local_entry, state.mesh.host_group("pp"), "Counting the tokens that the first stage knows", error_type=RankError
     )
-    return next((count for count in counts if count is not None), None)
+    return next((entry for entry in entries if entry is not None), ("", None))
 
 
-def _classes(model: Any) -> int:
+def _count_classes(model: Any) -> int:
     """Returns the number of classes that labels choose from; 0 if unknown."""
     config, kind = model.config, model.loss_function
     if isinstance(kind, TokenLoss):

@@ -76,6 +76,10 @@ def init(original: Callable, self: Any, model: Any = None, args: Any = None, *re
         )
         args.average_tokens_across_devices = True
     _split_batches(args, state.mesh.dp_size)
+    if getattr(args, "local_rank", None) == -1:
+        # transformers 5 no longer sets it on launched ranks. Scripts that choose the rank that writes by it would take
+        # the job for a single process, and write on every rank or on none.
+        args.local_rank = args.local_process_index
     try:
         original(self, model, args, *rest, **kwargs)
     finally:

@@ -1,7 +1,5 @@
 """Tests of the last lines of common training scripts: every rank takes the state dict, one rank writes it."""
 
-import os
-
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
@@ -112,8 +110,6 @@ def make_trainer(path, folder, layout, lora=False):
         report_to="none",
         disable_tqdm=True,
         use_cpu=True,
-        # Passed by the launcher; transformers 5 no longer fills it in.
-        local_rank=int(os.environ["LOCAL_RANK"]),
     )
     return Trainer(model, args, train_dataset=samples)
 
