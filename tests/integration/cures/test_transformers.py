@@ -205,7 +205,7 @@ def test_options_belong_to_another_format(stories, tmp_path):
 
 
 def test_tables_of_a_class_are_resized_in_one_process(tmp_path):
-    source = make_tiny_model(CONFIG_MAPPING["marian"](), class_name="MarianMTModel")
+    source = make_tiny_model(CONFIG_MAPPING["marian"](), model_class="MarianMTModel")
     [batch] = source.batches
 
     def on_rank():
