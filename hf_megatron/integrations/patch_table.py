@@ -62,7 +62,10 @@ ENTRY_POINTS = frozenset(
 )
 
 # Modules that import a target's function by name.
-_ALIASES = {"peft.utils.save_and_load:get_peft_model_state_dict": ("peft", "peft.utils", "peft.peft_model")}
+_ALIASES = {
+    "peft.utils.save_and_load:get_peft_model_state_dict": ("peft", "peft.utils", "peft.peft_model"),
+    "peft.tuners.tuners_utils:delete_adapter": ("peft.functional",),
+}
 
 # Columns: target, replacement (relative to this package unless it starts with `hf_megatron.`), upstream behavior,
 # condition under which the patch can be dropped, and optionally a predicate.
@@ -307,6 +310,7 @@ _ROWS: tuple[tuple[str, ...], ...] = (
      "assigns adapters to the samples of a full batch", _ALWAYS),
     ("peft.tuners.tuners_utils:BaseTuner._unload_and_optionally_merge", "peft.injection:unload", "ignores the layout",
      _ALWAYS),
+    ("peft.tuners.tuners_utils:delete_adapter", "peft.injection:delete_adapter", "keeps its shardings", _ALWAYS),
     ("peft.tuners.tuners_utils:BaseTuner._cast_adapter_dtype", "peft.injection:cast_adapter", "replaces parameters",
      _ALWAYS),
     ("peft.tuners.tuners_utils:BaseTuner.merge_adapter", "peft.injection:merge_adapter", "ignores the layout", _ALWAYS),
@@ -322,6 +326,10 @@ _ROWS: tuple[tuple[str, ...], ...] = (
        "assumes that a linear's weight is [out, in]", _ALWAYS) for name in ("lora", "ia3")),
     ("peft.tuners.lora.dora:DoraLinearLayer.update_layer", "peft.injection:dora_update_layer", "reads the local shard",
      _ALWAYS),
+    ("peft.tuners.trainable_tokens.model:TrainableTokensModel.inject_adapter", "peft.injection:inject_tokens",
+     "adds tied tokens to sharded layers", _ALWAYS),
+    ("peft.tuners.trainable_tokens.layer:TrainableTokensLayer.update_layer", "peft.injection:tokens_update_layer",
+     "reads the local shard", _ALWAYS),
     *((f"peft.tuners.lora.layer:LoraLayer.{name}_init", "peft.injection:from_base", "reads the local shard", _ALWAYS)
       for name in ("pissa", "olora")),
     ("peft.utils.save_and_load:_reshard_dtensor_values_for_load", "peft.injection:parts_for_load",
