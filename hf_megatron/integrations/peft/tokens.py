@@ -6,7 +6,6 @@ rank then has the gradient of the entries in its vocabulary shard only, hence th
 both modules read one parameter, which both ends of a pipeline hold.
 """
 
-import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -18,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from ...compat.ecosystem import name_without_tuners
 from ...compat.torch_dtensor import dtensor_from_local, local_tensor
 from ...core.communication.full_tensor import held_ranges
 from ...core.off_stage import is_off_stage
@@ -48,16 +48,12 @@ def all_ties(model: Any, state: ParallelState) -> Iterator[None]:
         return
     before = model._tied_weights_keys
     # By their names outside of tuner layers, as PEFT expects them.
-    sources = {_outside(name): _outside(source) for name, source in state.cut.sources.items()}
+    sources = {name_without_tuners(name): name_without_tuners(source) for name, source in state.cut.sources.items()}
     model._tied_weights_keys = {**sources, **(before or {})}
     try:
         yield
     finally:
         model._tied_weights_keys = before
-
-
-def _outside(name: str) -> str:
-    return re.sub(r"(token_adapter\.)?base_layer\.", "", name)
 
 
 def shard_tokens(tuner: Any, site: Site) -> None:

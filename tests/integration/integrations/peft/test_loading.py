@@ -76,7 +76,8 @@ def add_to(path, text):
 def test_adapters_are_added_to_a_model(stories, tmp_path, text):
     def on_rank(text):
         model = add_to(stories, text)
-        result = train(model)
+        counts = [model.num_parameters(exclude_embeddings=excluded) for excluded in (False, True)]
+        result = (*train(model), *counts)
         model.save_pretrained(tmp_path / str(text))
         return result
 
