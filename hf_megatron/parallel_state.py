@@ -44,6 +44,9 @@ class StagePartition(Protocol):
     def sources(self) -> Mapping[str, str]:
         """Names of tied weights -> names of the parameters that they are tied to."""
 
+    def retie(self, tied: tuple[str, ...], sources: Mapping[str, str]) -> None:
+        """Replaces the names of tied weights, after modules were wrapped or unwrapped."""
+
     def owner(self, name: str) -> int:
         """Returns the pipeline rank of a weight or buffer; the first of the two for a tied weight."""
 

@@ -43,7 +43,7 @@ def identity_in_one_process(model: Any, prefix: str) -> dict[str, Any]:
     """
 
     def is_base_name(name: str) -> bool:
-        return not any(part.startswith((prefix, "modules_to_save", "token_adapter")) for part in name.split("."))
+        return not any(part.startswith((prefix, "modules_to_save", "trainable_tokens_")) for part in name.split("."))
 
     named = model.named_parameters(remove_duplicate=False)
     shapes = [tuple(parameter.shape) for name, parameter in named if is_base_name(name)]

@@ -1,5 +1,6 @@
 """Private symbols of Accelerate, TRL, PEFT, sentence-transformers and tokenizers."""
 
+import re
 import sys
 from collections.abc import Mapping
 from importlib.util import find_spec
@@ -16,6 +17,11 @@ def adapter_prefix(model: Any) -> str | None:
     if peft is None or not isinstance(model, peft.PeftModel):
         return None
     return "prompt_encoder" if model.active_peft_config.is_prompt_learning else str(model.base_model.prefix)
+
+
+def name_without_tuners(name: str) -> str:
+    """Returns a parameter's name without the parts that PEFT's wrappers insert."""
+    return re.sub(r"(token_adapter\.)?base_layer\.|original_module\.|modules_to_save\.[^.]+\.", "", name)
 
 
 def is_sentence_transformer(module: Any) -> bool:

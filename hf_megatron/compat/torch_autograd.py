@@ -51,7 +51,11 @@ def pack_saved(
 
 
 def called_module(module: Any) -> Any:
-    """Returns the module that PEFT's `ModulesToSaveWrapper` currently calls; other modules unchanged."""
+    """Returns the module that PEFT's wrapper of saved modules or trained tokens currently calls; others unchanged."""
+    if any(base.__name__ == "TrainableTokensWrapper" for base in type(module).__mro__):
+        module = module.token_adapter
+    if any(base.__name__ == "TrainableTokensLayer" for base in type(module).__mro__):
+        return module.base_layer
     if all(base.__name__ != "ModulesToSaveWrapper" for base in type(module).__mro__):
         return module
     active = (

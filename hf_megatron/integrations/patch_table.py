@@ -62,7 +62,10 @@ ENTRY_POINTS = frozenset(
 )
 
 # Modules that import a target's function by name.
-_ALIASES = {"peft.utils.save_and_load:get_peft_model_state_dict": ("peft", "peft.utils", "peft.peft_model")}
+_ALIASES = {
+    "peft.utils.save_and_load:get_peft_model_state_dict": ("peft", "peft.utils", "peft.peft_model"),
+    "peft.tuners.tuners_utils:delete_adapter": ("peft.functional",),
+}
 
 # Columns: target, replacement (relative to this package unless it starts with `hf_megatron.`), upstream behavior,
 # condition under which the patch can be dropped, and optionally a predicate.
@@ -290,8 +293,10 @@ _ROWS: tuple[tuple[str, ...], ...] = (
      "transformers.saving:state_dict_type", "raises for a model without FSDP modules", _ALWAYS),
     ("torch.nn.parallel.distributed:DistributedDataParallel.__init__", "torch.ddp_check:data_parallel",
      "averages shards of different weights", _ALWAYS),
-    ("transformers.integrations.peft:PeftAdapterMixin.add_adapter", "torch.ddp_check:own_adapters",
-     "saves a model's adapters without gathering them", "it is parallelized too"),
+    ("transformers.integrations.peft:PeftAdapterMixin.add_adapter", "peft.loading:add_adapter",
+     "lists an adapter that was rejected", _ALWAYS),
+    ("transformers.modeling_utils:maybe_load_adapters", "peft.loading:find_adapter",
+     "loads a folder's adapter before the model is complete", _ALWAYS),
     ("transformers.integrations.peft:PeftAdapterMixin.load_adapter", "peft.loading:load_adapter",
      "loads shards by its own plans", _ALWAYS),
     ("peft.peft_model:PeftModel.__init__", "peft.injection:init", "ignores the layout", _ALWAYS),
@@ -305,6 +310,7 @@ _ROWS: tuple[tuple[str, ...], ...] = (
      "assigns adapters to the samples of a full batch", _ALWAYS),
     ("peft.tuners.tuners_utils:BaseTuner._unload_and_optionally_merge", "peft.injection:unload", "ignores the layout",
      _ALWAYS),
+    ("peft.tuners.tuners_utils:delete_adapter", "peft.injection:delete_adapter", "keeps its shardings", _ALWAYS),
     ("peft.tuners.tuners_utils:BaseTuner._cast_adapter_dtype", "peft.injection:cast_adapter", "replaces parameters",
      _ALWAYS),
     ("peft.tuners.tuners_utils:BaseTuner.merge_adapter", "peft.injection:merge_adapter", "ignores the layout", _ALWAYS),
@@ -320,6 +326,10 @@ _ROWS: tuple[tuple[str, ...], ...] = (
        "assumes that a linear's weight is [out, in]", _ALWAYS) for name in ("lora", "ia3")),
     ("peft.tuners.lora.dora:DoraLinearLayer.update_layer", "peft.injection:dora_update_layer", "reads the local shard",
      _ALWAYS),
+    ("peft.tuners.trainable_tokens.model:TrainableTokensModel.inject_adapter", "peft.injection:inject_tokens",
+     "adds tied tokens to sharded layers", _ALWAYS),
+    ("peft.tuners.trainable_tokens.layer:TrainableTokensLayer.update_layer", "peft.injection:tokens_update_layer",
+     "reads the local shard", _ALWAYS),
     *((f"peft.tuners.lora.layer:LoraLayer.{name}_init", "peft.injection:from_base", "reads the local shard", _ALWAYS)
       for name in ("pissa", "olora")),
     ("peft.utils.save_and_load:_reshard_dtensor_values_for_load", "peft.injection:parts_for_load",

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from ..compat.ecosystem import name_without_tuners
 from ..parallel_state import ParallelState
 
 
@@ -27,7 +28,7 @@ class ParameterCounts:
 
     @classmethod
     def of_full(cls, model: Any) -> "ParameterCounts":
-        """Counts the parameters of a meta model before it is split into stages."""
+        """Returns the names of a meta model before it is split into stages."""
         embeddings = {f"{name}.weight" for name, module in model.named_modules() if isinstance(module, nn.Embedding)}
         # On the meta device, a tied weight is a separate parameter under each of its names.
         tied = frozenset(model.all_tied_weights_keys)
@@ -43,14 +44,16 @@ class ParameterCounts:
             if not only_trainable:
                 left_out |= self.tied
                 # Off-stage parameters have their global shapes, and PEFT's adapters are listed on every stage.
-                return sum(p.numel() for name, p in model.named_parameters() if _base_name(name) not in left_out)
+                return sum(
+                    p.numel() for name, p in model.named_parameters() if name_without_tuners(name) not in left_out
+                )
             cut = state.cut
             assert cut is not None
             counted = sum(
                 parameter.numel()
                 for name, parameter in model.named_parameters()
                 if parameter.requires_grad
-                and _base_name(name) not in left_out
+                and name_without_tuners(name) not in left_out
                 and cut.owner(name) == state.mesh.pp_rank
             )
             # Each rank counts the parameters that it owns (a tied weight counts once), and the counts are summed.
@@ -59,8 +62,3 @@ class ParameterCounts:
             return int(total)
 
         return num_parameters
-
-
-def _base_name(name: str) -> str:
-    """Returns the name that a parameter had before PEFT wrapped its module."""
-    return name.replace(".base_layer.", ".")

@@ -57,7 +57,7 @@ from .support_checks import row_to_cut
 from .tied_layers import find_shared, hold_shared
 
 
-@dataclass(frozen=True)
+@dataclass
 class ModelPartition:
     """Partition of a model into pipeline stages, as seen by one rank.
 
@@ -85,6 +85,10 @@ class ModelPartition:
     sources: Mapping[str, str]
     holds_first: bool
     mixes_documents: bool
+
+    def retie(self, tied: tuple[str, ...], sources: Mapping[str, str]) -> None:
+        """Replaces the names of tied weights, after modules were wrapped or unwrapped."""
+        self.tied, self.sources = tied, MappingProxyType(dict(sources))
 
     def require_order(self, model: nn.Module) -> None:
         """Raises `UnsupportedError` on all ranks if user code has removed, moved or repeated layers."""

@@ -87,11 +87,13 @@ def held_at_either_end(
         group (`ProcessGroup`): the pipeline's ranks, with a backend for host tensors.
     """
     tokens = model.get_input_embeddings()
-    always = None if tokens is None else f"{module_name(model, tokens)}.weight"
-    if all(name == always for name, _ in named):
+    # Its weight, or its trained tokens.
+    always = "\0" if tokens is None else f"{module_name(model, tokens)}."
+    if all(name.startswith(always) for name, _ in named):
         return [parameter for _, parameter in named]
     # One flag per parameter, exchanged between the two ends: [parameters].
-    local = torch.tensor([name == always or parameter.grad is not None for name, parameter in named], dtype=torch.uint8)
+    flags = [name.startswith(always) or parameter.grad is not None for name, parameter in named]
+    local = torch.tensor(flags, dtype=torch.uint8)
     remote = torch.empty_like(local)
     for work in [dist.isend(local, group=group, group_dst=other), dist.irecv(remote, group=group, group_src=other)]:
         assert work is not None

@@ -3,6 +3,8 @@
 Source of the scheme: Megatron-LM, `megatron/core/tensor_parallel/layers.py`.
 """
 
+from collections.abc import Callable
+
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -10,7 +12,7 @@ from torch import Tensor, nn
 from ..core.communication.collectives import copy_to_ranks, gather_from_ranks, reduce_from_ranks, split_over_ranks
 from ..core.communication.rng import TensorParallelRng
 from ..core.mesh import ParallelMesh
-from .local_parameters import ActiveForwards, local_view
+from .local_parameters import ActiveForwards, local_view, weight_in_use
 from .region import UniformRegion
 
 
@@ -30,6 +32,8 @@ class ParallelLinear(nn.Linear):
     copies: int = 1
     sum_bias_gradient: bool = False
     weight_dim_out: int = 0
+    # (weight at rest, local weight) -> local weight `[out, in]` with the update of an adapter.
+    weight_update: Callable[[Tensor, Tensor], Tensor] | None = None
 
     @property
     def group(self) -> dist.ProcessGroup:
@@ -43,8 +47,7 @@ class ParallelLinear(nn.Linear):
         """Multiplies `[..., local in]` by this rank's shard of the weight: `[..., local out]`."""
         self.forwards.require_full(self, self.shard_name)
         # Key/value heads fewer than ranks: the gradient is summed over the ranks that hold the same heads.
-        weight = local_view(self.weight, self.copies_group)
-        assert weight is not None
+        weight = weight_in_use(self, self.copies_group)
         return F.linear(x, weight.t() if self.weight_dim_out == 1 else weight, bias)
 
 

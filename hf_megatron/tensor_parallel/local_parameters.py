@@ -34,6 +34,18 @@ def local_view(parameter: Tensor | None, group: dist.ProcessGroup | None = None)
     return copy_to_ranks(local.clone() if torch.compiler.is_compiling() else local, group, is_addend=True)
 
 
+def weight_in_use(module: Any, group: dist.ProcessGroup | None = None) -> Tensor:
+    """Returns the local weight `[out, in]` that a linear multiplies by, with the update of an adapter on it.
+
+    Args:
+        group (`ProcessGroup`, *optional*): ranks to sum the gradient of the linear's own weight over.
+    """
+    weight = local_view(module.weight, group)
+    assert weight is not None
+    update = getattr(module, "weight_update", None)
+    return weight if update is None else update(module.weight, weight)
+
+
 class _ShareOfSum(torch.autograd.Function):
     """Divides a replicated addend by the number of ranks that add it; its gradient is complete on each of them."""
 

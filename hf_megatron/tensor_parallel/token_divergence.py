@@ -8,10 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..compat.torch_autograd import called_module
 from ..errors import ConfigError, UnsupportedError
 from ..losses.targets import IGNORE_INDEX, next_tokens
 from ..parallel_state import parallel_state
-from .local_parameters import local_view
+from .local_parameters import local_view, weight_in_use
 from .token_log_probs import Call, hooked_call, read_call
 from .vocab_divergence import Teacher, divergences
 from .vocab_log_probs import DeferredLogits
@@ -60,7 +61,8 @@ def compute_divergences(
         # Only the last stage reads the head, but unsharding it is collective over all ranks: copy it beforehand.
         with full_lm_head(), torch.no_grad():
             head = last[0].head
-            copy = tuple(None if part is None else part.clone() for part in map(local_view, (head.weight, head.bias)))
+            bias = local_view(head.bias)
+            copy = weight_in_use(head).clone(), None if bias is None else bias.clone()
         full_lm_head = nullcontext
 
     def read_student(output: Any, rows: slice = slice(None)) -> tuple[Tensor, ...]:
@@ -70,7 +72,7 @@ def compute_divergences(
         values = divergences(logits, of_teacher, targets[rows].to(logits.device), beta, temperature)
         if state is not None and state.shards_weights and pipeline is not None and values[0].requires_grad:
             # The head is a separate FSDP2 unit whose hooks did not see these outputs: unshard it for backward.
-            values[0].register_hook(lambda gradient: student.get_output_embeddings().unshard())
+            values[0].register_hook(lambda gradient: called_module(student.get_output_embeddings()).unshard())
         return values
 
     divergence, entropy = read_call(student, call, read_student)
@@ -105,7 +107,7 @@ def _is_split_with_pipeline(model: Any) -> bool:
 @contextmanager
 def _full_lm_head(model: Any) -> Iterator[None]:
     """Gathers the output embedding inside the context, if ZeRO-3 shards it."""
-    state, head = parallel_state(model), model.get_output_embeddings()
+    state, head = parallel_state(model), called_module(model.get_output_embeddings())
     if state is None or not state.shards_weights:
         yield
     elif state.cut is None:

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..compat.torch_autograd import called_module
 from ..losses.targets import IGNORE_INDEX, next_tokens
 from ..parallel_state import parallel_state, unwrap_parallel_model
 from .sampling import PLAIN, Sampling
@@ -76,7 +77,7 @@ def compute_scores(
         # `rows` is the microbatch of a pipeline: [samples, sequence] of [batch, sequence].
         part = targets[rows]
         values = token_scores(output["logits"], part, field_names, sampling)
-        head = model.get_output_embeddings()
+        head = called_module(model.get_output_embeddings())
         if state is not None and state.shards_weights and pipeline is not None and torch.is_grad_enabled():
             # The head is a separate FSDP2 unit whose hooks did not see these outputs: unshard it for backward.
             for value in values:

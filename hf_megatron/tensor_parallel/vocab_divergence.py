@@ -22,7 +22,7 @@ from ..core.communication.collectives import copy_to_ranks, reject_second_deriva
 from ..errors import ConfigError
 from ..losses.targets import IGNORE_INDEX
 from .head_gradients import HeadGradients
-from .local_parameters import local_view
+from .local_parameters import local_view, weight_in_use
 from .sampling import Sampling, ScoreOptions, reduce_over_vocabulary
 from .vocab_log_probs import DeferredLogits, compute_chunk_logits
 from .vocab_parallel_head import VocabParallelHead
@@ -48,7 +48,7 @@ class Teacher:
     def rows(self, vocab_start: int, count: int) -> tuple[Tensor, Tensor | None]:
         """Returns `count` vocabulary entries of the head, `[count, hidden]`, and of its bias, from `vocab_start` on."""
         head = self.logits.head
-        weight: Any = local_view(head.weight) if self.copy is None else self.copy[0]
+        weight = weight_in_use(head) if self.copy is None else self.copy[0]
         bias = local_view(head.bias) if self.copy is None else self.copy[1]
         start = head.vocab_start if isinstance(head, VocabParallelHead) else 0
         here = slice(vocab_start - start, vocab_start - start + count)
@@ -99,7 +99,7 @@ def divergences(
         # Ranks hold different tokens: [batch, sequence, ...] -> [batch, local, ...].
         targets, hidden = tokens.own(targets), tokens.own(hidden)
     mask = targets != IGNORE_INDEX
-    weight: Any = local_view(head.weight)
+    weight = weight_in_use(head)
     bias = local_view(head.bias)
     student = ScoreOptions(
         frozenset(), head.out_features, logits.compute_dtype, logits.transform, Sampling(temperature)

@@ -19,7 +19,7 @@ from ..core.communication.collectives import copy_to_ranks, reject_second_deriva
 from ..errors import ConfigError, UnsupportedError
 from ..losses.targets import IGNORE_INDEX
 from .head_gradients import HeadGradients
-from .local_parameters import local_view
+from .local_parameters import local_view, weight_in_use
 from .sampling import PLAIN, Sampling, ScoreOptions, reduce_over_vocabulary, smallest_kept
 from .vocab_parallel_head import ShardedLogits, VocabParallelHead
 from .vocab_range import TokensOfRank, require_tokens
@@ -55,7 +55,7 @@ class DeferredLogits(ShardedLogits):
     def gather(self, *, warn: bool = True) -> Tensor:
         if isinstance(self.head, VocabParallelHead):
             return self._gathered()
-        return self.transform(F.linear(self.hidden, self.head.weight, self.head.bias))
+        return self.transform(F.linear(self.hidden, weight_in_use(self.head), self.head.bias))
 
 
 @contextmanager
@@ -113,7 +113,7 @@ def token_scores(
     if isinstance(logits, DeferredLogits):
         # [counted tokens, hidden]; ignored tokens get no logits at all.
         head, hidden = logits.head, logits.hidden[mask]
-        weight, bias = local_view(head.weight), local_view(head.bias)
+        weight, bias = weight_in_use(head), local_view(head.bias)
         options = ScoreOptions(kept, head.out_features, logits.compute_dtype, logits.transform)
         if isinstance(head, VocabParallelHead):
             size = head.loss_chunk_size or options.chunk_size

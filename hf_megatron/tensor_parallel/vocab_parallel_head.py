@@ -23,7 +23,7 @@ from ..losses.inline_losses import BatchLabels
 from ..losses.targets import IGNORE_INDEX, count_targets
 from .cross_entropy import CrossEntropyOptions, linear_cross_entropy
 from .linear import ColumnParallelLinear
-from .local_parameters import local_view
+from .local_parameters import local_view, weight_in_use
 from .vocab_range import TokensOfRank, filling, require_class_indices, rows_everywhere
 
 _ELEMENTWISE = {torch.tanh, torch.mul, torch.div, torch.true_divide, Tensor.tanh, Tensor.mul, Tensor.div, F.tanh}
@@ -232,8 +232,7 @@ class ShardedLogits(LateOutput):
         require_class_indices(targets)
         self.loss_taken = True
         head = self.head
-        weight, bias = local_view(head.weight), local_view(head.bias)
-        assert weight is not None
+        weight, bias = weight_in_use(head), local_view(head.bias)
         options = CrossEntropyOptions(
             group=head.group,
             vocab_start=head.vocab_start,

@@ -134,6 +134,7 @@ METHODS: Mapping[str, Callable[[Targets], Any]] = {
     "olora": functools.partial(_lora, init_lora_weights="olora"),
     "experts": lambda targets: _lora(targets, target_parameters=targets.experts),
     "embedding": lambda targets: _lora(replace(targets, linears=[targets.ends[0], *targets.linears])),
+    "tokens": functools.partial(_lora, trainable_token_indices=[7, 3, 5]),
     "saved": lambda targets: _lora(targets, modules_to_save=targets.norms),
     "vocabulary": lambda targets: _lora(targets, modules_to_save=targets.ends),
     "ia3": _ia3,

@@ -70,7 +70,7 @@ def gather_weights(model):
     full = {}
     for name, tensor in model.state_dict().items():
         placement, local = state.placement(name), None
-        if state.shards_weights:
+        if state.shards(name):
             local = full_local(tensor, placement.local_shape(tensor.shape, state.axes), state.mesh, state.average(name))
         value = gather_to_first(tensor, placement, state.mesh, None, local)
         if value is not None and state.mesh.tp_rank == 0:

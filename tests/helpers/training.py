@@ -77,7 +77,7 @@ def gather_full_tensors(model, values):
 
 def _gather_full_tensor(state, name, tensor):
     placement, local = state.placement(name), None
-    if state.shards_weights:
+    if state.shards(name):
         local = full_local(tensor, placement.local_shape(tensor.shape, state.axes), state.mesh, state.average(name))
     gathered = gather_to_first(tensor, placement, state.mesh, None, local)
     return None if gathered is None else gathered.clone()

@@ -94,7 +94,7 @@ def accept_full_tensors(module: nn.Module, state_dict: dict[str, Any], prefix: s
 
 def _blocks(tensor: DTensor) -> Iterator[tuple[tuple[slice, ...], tuple[slice, ...]]]:
     """Yields each contiguous block of this rank's shard: its slices in the shard and in the full tensor."""
-    held = _held(tensor)
+    held = held_ranges(tensor)
     here = []
     for ranges in held:
         ends = [0]
@@ -107,8 +107,10 @@ def _blocks(tensor: DTensor) -> Iterator[tuple[tuple[slice, ...], tuple[slice, .
         yield tuple(slice(*ends) for ends in place), tuple(slice(*ends) for ends in origin)
 
 
-def _held(tensor: DTensor) -> list[list[_Range]]:
-    """Returns for each dim the `[start, stop)` ranges of the full tensor that this rank holds."""
+def held_ranges(tensor: Tensor) -> list[list[_Range]]:
+    """Returns for each dim the `[start, stop)` ranges of the full tensor `[...]` that this rank holds."""
+    if not isinstance(tensor, DTensor):
+        return [[(0, size)] for size in tensor.shape]
     mesh, held = tensor.device_mesh, [[(0, size)] for size in tensor.shape]
     names = mesh.mesh_dim_names or ()
     # FSDP2's axis sorts last: it splits the shard that is left by the others.

@@ -18,7 +18,7 @@ _OFF: dict[str, tuple[Any, ...]] = {
 # Supported initializations; others read or change the base weights as well.
 _INITIAL = ("True", "False", "gaussian", "pissa", r"pissa_niter_\d+", "olora")
 # Modules adapted by each PEFT method.
-_METHODS = {"LORA": "linears", "IA3": "linears", "LN_TUNING": "norms"}
+_METHODS = {"LORA": "linears", "IA3": "linears", "LN_TUNING": "norms", "TRAINABLE_TOKENS": "tokens"}
 # Methods that add no modules to the model.
 _PROMPTS = ("PROMPT_TUNING", "P_TUNING", "PREFIX_TUNING")
 
@@ -60,12 +60,6 @@ def require_supported(config: Any, state: Any) -> None:
         value = getattr(config, name, values[0])
         if value not in values:
             reject_adapter(f"{type(config).__name__}.{name} = {value!r}", f"valid is {values[0]!r}")
-    tokens = getattr(config, "trainable_token_indices", None)
-    if tokens is not None and (state.has_dtensors or state.axes.size("pp") > 1 or state.axes.size("cp") > 1):
-        reject_adapter(
-            f"LoraConfig.trainable_token_indices = {tokens!r} with tp_size, pp_size or cp_size > 1, or zero_stage = 3",
-            "the loss and the sharded vocabulary read the embedding directly; use data parallelism with zero_stage=2",
-        )
     initial = getattr(config, "init_lora_weights", True)
     if not any(re.fullmatch(pattern, str(initial)) for pattern in _INITIAL):
         reject_adapter(f"LoraConfig.init_lora_weights = {initial!r}", f"valid are {', '.join(_INITIAL)}")
@@ -79,10 +73,11 @@ def require_supported(config: Any, state: Any) -> None:
             "both read or change the unquantized weights; valid are use_dora = False and init_lora_weights = True, "
             "False or 'gaussian'",
         )
-    trains_base = method == "LN_TUNING" or config.modules_to_save or getattr(config, "bias", "none") != "none"
+    saved = getattr(config, "modules_to_save", None)
+    trains_base = method == "LN_TUNING" or saved or getattr(config, "bias", "none") != "none"
     if state.shards_weights and trains_base:
         reject_adapter(
-            f"{method} of PEFT with zero_stage = 3, modules_to_save = {config.modules_to_save} and bias",
+            f"{method} of PEFT with zero_stage = 3, modules_to_save = {saved} and bias",
             "ZeRO stage 3 needs a frozen base; use zero_stage=2, which shards gradients and optimizer states",
         )
 
@@ -135,6 +130,15 @@ def require_targets(tuner: Any, model: Any, adapter: str, state: Any) -> None:
                 "the embedding is tied to the head, whose copy on the last stage would need the adapter as well",
             )
         targets = [name for name in targets if name not in looked_up]
+    if config.peft_type.value == "TRAINABLE_TOKENS":
+        _require_token_tables(model, targets)
+        return
+    tokens = getattr(config, "trainable_token_indices", None)
+    if tokens is not None:
+        keys = tokens if isinstance(tokens, dict) else [next(name for name in named if named[name] is embedding)]
+        # PEFT compares the ends of names, and wraps a module only once.
+        inside = (name for name in named if ".token_adapter" not in name)
+        _require_token_tables(model, [name for name in inside if any(name.endswith(key) for key in keys)])
     for name in targets:
         if named[name] in (embedding, model.get_output_embeddings()):
             reject_adapter(f"A PEFT adapter on {name}", "the loss and the sharded embedding read its weight directly")
@@ -150,17 +154,36 @@ def require_targets(tuner: Any, model: Any, adapter: str, state: Any) -> None:
             require_parameter_rule(state, name, model.get_submodule(name.rpartition(".")[0]))
 
 
+def _require_token_tables(model: Any, names: list[str]) -> None:
+    """Raises `UnsupportedError` for trained tokens of modules other than the embedding and a head without a bias."""
+    from ...compat.torch_autograd import called_module
+    from ...compat.transformers_models import ties_embeddings
+
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    if getattr(model.config, "is_encoder_decoder", False):
+        reject_adapter("Trained tokens of an encoder-decoder model", "several tables may be tied to its embedding")
+    for name in names:
+        module = model.get_submodule(name)
+        if module is not embedding and module is not head:
+            reject_adapter(f"Trained tokens of {name}", "only the input embedding and the head are supported")
+    if head is None or not (ties_embeddings(model) or any(model.get_submodule(name) is head for name in names)):
+        return
+    if getattr(called_module(head), "bias", None) is not None:
+        reject_adapter("Trained tokens of a head with a bias", "PEFT's forward leaves the bias out")
+
+
 def require_saved(config: Any, model: Any, state: Any) -> None:
     """Raises `UnsupportedError` for `modules_to_save` whose weights are tied or read by the sharded loss."""
     from ...compat.transformers_models import ties_embeddings
 
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    saved = getattr(config, "modules_to_save", None) or ()
     for name, module in model.named_modules():
         if module not in (embedding, head) or module is None:
             continue
-        if not any(name == key or name.endswith(f".{key}") for key in config.modules_to_save or ()):
+        if not any(name == key or name.endswith(f".{key}") for key in saved):
             continue
-        setting = f"{type(config).__name__}.modules_to_save = {config.modules_to_save!r}"
+        setting = f"{type(config).__name__}.modules_to_save = {saved!r}"
         if ties_embeddings(model):
             reject_adapter(setting, f"{name} is tied, and the copy in modules_to_save would not be")
         if module is head and state.axes.size("cp") > 1:

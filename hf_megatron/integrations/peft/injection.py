@@ -1,10 +1,13 @@
 """Patches of PEFT's creation, removal and saving of adapters, which shard adapters like the model."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
+from ...compat.torch_autograd import called_module
 from ...compat.torch_fsdp import unwrapped_class
+from ...errors import UnsupportedError
 from .checks import (
     has_codes,
     reject_adapter,
@@ -47,6 +50,14 @@ def dora_update_layer(original: Callable, self: Any, *, base_layer: Any, **kwarg
 
     with full_base_weight(base_layer):
         original(self, base_layer=base_layer, **kwargs)
+
+
+def tokens_update_layer(original: Callable, self: Any, adapter_name: str, *args: Any, **kwargs: Any) -> None:
+    """Initializes trained tokens from the full embedding; those of a tied layer are the embedding's."""
+    from .full_base_weight import full_base_weight
+
+    with nullcontext() if kwargs.get("tied_adapter") is not None else full_base_weight(self.get_base_layer()):
+        original(self, adapter_name, *args, **kwargs)
 
 
 def from_base(original: Callable, self: Any, adapter_name: str, *args: Any) -> None:
@@ -140,6 +151,7 @@ def inject_adapter(original: Callable, self: Any, model: Any, adapter_name: str,
         original(self, model, adapter_name, *args, **kwargs)
         return
     from .layout import shard_adapters
+    from .tokens import all_ties
 
     if kwargs.get("low_cpu_mem_usage"):
         reject_adapter("low_cpu_mem_usage = True", "all ranks create the full adapter and keep their shard")
@@ -147,12 +159,28 @@ def inject_adapter(original: Callable, self: Any, model: Any, adapter_name: str,
     require_targets(self, model, adapter_name, state)
     require_saved(self.peft_config[adapter_name], model, state)
     _broadcast_rng_state(state)
-    original(self, model, adapter_name, *args, **kwargs)
+    with all_ties(model, state):
+        original(self, model, adapter_name, *args, **kwargs)
+    shard_adapters(model, state)
+
+
+def inject_tokens(original: Callable, self: Any, model: Any, *args: Any, **kwargs: Any) -> None:
+    """Injects trained tokens, and then those that are tied to them."""
+    from ...parallel_state import parallel_state
+
+    if (state := parallel_state(model)) is None:
+        original(self, model, *args, **kwargs)
+        return
+    from .layout import shard_adapters
+    from .tokens import all_ties
+
+    with all_ties(model, state):
+        original(self, model, *args, **kwargs)
     shard_adapters(model, state)
 
 
 def reject_adapter_names(original: Callable, self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Rejects per-sample adapters (`adapter_names`) with pipeline parallelism, which splits the batch."""
+    """Rejects per-sample adapters (`adapter_names`) with a pipeline, which splits the batch, or tokens of a head."""
     from ...parallel_state import parallel_state
 
     state = parallel_state(self.model)
@@ -160,6 +188,13 @@ def reject_adapter_names(original: Callable, self: Any, *args: Any, **kwargs: An
         reject_adapter(
             "adapter_names= with pp_size > 1", "the names refer to the full batch, which is split into microbatches"
         )
+    if state is not None and kwargs.get("adapter_names") is not None:
+        head = called_module(self.model.get_output_embeddings())
+        if getattr(head, "weight_update", None) is not None:
+            raise UnsupportedError(
+                "adapter_names= with trained tokens of a head is not supported on a parallelized model. Select one "
+                "adapter for the batch with set_adapter()."
+            )
     return original(self, *args, **kwargs)
 
 
@@ -180,6 +215,18 @@ def unload(original: Callable, self: Any, *args: Any, **kwargs: Any) -> Any:
     model = original(self, *args, **kwargs)
     forget_adapters(model, state, before)
     return model
+
+
+def delete_adapter(original: Callable, model: Any, *args: Any, **kwargs: Any) -> Any:
+    """Deletes an adapter, and its shardings: a later adapter of the same name may have other shapes."""
+    from ...parallel_state import parallel_state
+
+    result = original(model, *args, **kwargs)
+    if (state := parallel_state(model)) is not None:
+        from .layout import forget_deleted
+
+        forget_deleted(model, state)
+    return result
 
 
 def cast_adapter(original: Callable, self: Any, *args: Any, **kwargs: Any) -> None:

@@ -12,7 +12,7 @@ from torch import nn
 
 from ...core.forward_hooks import ForwardHooks
 from ...core.off_stage import is_off_stage
-from ...core.placement import GradientRule, Placement, count_shared_copies
+from ...core.placement import ADAPTER, GradientRule, Placement, count_shared_copies
 from ...errors import UnsupportedError
 from ...parallel_state import ParallelState, WeightNames
 from ...pipeline_parallel.off_stage_module import Placeholder
@@ -23,6 +23,7 @@ from ...tensor_parallel.region import FullSequenceRegion, UniformRegion
 from .experts import shard_parameter
 from .lora import LocalDict, shard_lora
 from .site import Site, linear_factors
+from .tokens import has_own_tokens, shard_tokens, tokens_layer
 
 
 def shard_copies(copies: nn.ModuleDict, within: str, site: Site) -> None:
@@ -64,7 +65,7 @@ def shard_ia3(tuner: Any, site: Site) -> None:
 
 @dataclass(frozen=True)
 class _Kind:
-    """A PEFT layer class: the attribute with the wrapped module, and the function that shards its adapters."""
+    """A PEFT layer class: the path of the wrapped module, and the function that shards its adapters."""
 
     base: str
     shard_model: Callable[[Any, Site], None]
@@ -78,6 +79,8 @@ _KINDS: Mapping[str, _Kind] = {
     "IA3Layer": _Kind("base_layer", shard_ia3),
     "LNTuningLayer": _Kind("base_layer", shard_norms, has_copies=True),
     "ModulesToSaveWrapper": _Kind("original_module", shard_saved, has_copies=True),
+    "TrainableTokensWrapper": _Kind("token_adapter.base_layer", shard_tokens),
+    "TrainableTokensLayer": _Kind("base_layer", shard_tokens),
 }
 
 
@@ -87,8 +90,10 @@ def _kind(module: nn.Module) -> _Kind | None:
 
 def _adapted(model: nn.Module) -> Iterator[tuple[str, Any, _Kind]]:
     """Yields names, modules and kinds of a model's adapted modules."""
+    inside_wrappers = set()
     for name, module in model.named_modules():
-        if (kind := _kind(module)) is not None:
+        if (kind := _kind(module)) is not None and module not in inside_wrappers:
+            inside_wrappers.add(tokens_layer(module))
             yield name, module, kind
 
 
@@ -120,17 +125,19 @@ def shard_adapters(model: nn.Module, state: ParallelState) -> None:
     """Registers the shardings of adapters that PEFT has added since the last call, and shards them."""
     adapted = list(_adapted(model))
     for name, tuner, kind in adapted:
-        parameters = dict(getattr(tuner, kind.base).named_parameters())
+        parameters = dict(tuner.get_submodule(kind.base).named_parameters())
         if not any(f"{name}.{kind.base}.{param_name}" in state.shardings for param_name in parameters):
-            _rename_shardings(state, name, f"{name}.{kind.base}")
+            # Both ends of a pipeline share trained tokens; other adapters of a tied weight are rejected by its name.
+            is_shared = kind.shard_model is shard_tokens
+            _rename_shardings(state, name, f"{name}.{kind.base}", rename_ties=is_shared)
     copies = count_shared_copies(state.shardings.values(), state.axes)
     for name, tuner, kind in adapted:
-        base = innermost = getattr(tuner, kind.base)
+        base = innermost = tuner.get_submodule(kind.base)
         while (inner := _kind(innermost)) is not None:
-            innermost = getattr(innermost, inner.base)
+            innermost = innermost.get_submodule(inner.base)
         on_other_stage = isinstance(innermost, Placeholder)
         kind.shard_model(tuner, Site(name, base, f"{name}.{kind.base}", state, copies, on_other_stage))
-        if on_other_stage:
+        if on_other_stage and has_own_tokens(tuner):
             innermost.list_around(tuner)
         if not kind.has_copies:
             _move_hooks(state.hooks, base, tuner)
@@ -156,15 +163,32 @@ def forget_adapters(
     for name, module in there.items():
         tuner, names = before[name]
         inner = names.get(id(module))
+        # A head no longer reads trained tokens.
+        vars(module).pop("weight_update", None)
         if inner is None:
             raise UnsupportedError(f"{name} was replaced by a new {type(module).__name__} that has no sharding.")
         if inner:
             _rename_shardings(state, f"{name}.{inner}", f"{name}\0")
-            for sharding in [sharding for sharding in state.shardings if sharding.startswith(f"{name}.")]:
-                del state.shardings[sharding]
+            _forget(state, [sharding for sharding in state.shardings if sharding.startswith(f"{name}.")])
             _rename_shardings(state, f"{name}\0", name)
             _move_hooks(state.hooks, tuner, module)
     _follow(model, state, there)
+
+
+def forget_deleted(model: nn.Module, state: ParallelState) -> None:
+    """Updates the parallel state after PEFT has deleted an adapter."""
+    names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    is_adapter = {name: sharding.style == ADAPTER for name, sharding in state.shardings.items()}
+    _forget(state, [name for name in is_adapter if is_adapter[name] and name not in names])
+    note_modules(model, state)
+
+
+def _forget(state: ParallelState, names: list[str]) -> None:
+    """Removes the shardings of adapters' parameters, and their ties over pipeline stages."""
+    for name in names:
+        del state.shardings[name]
+    if state.cut is not None:
+        state.cut.retie(tuple(name for name in state.cut.tied if name not in names), state.cut.sources)
 
 
 def insides(model: nn.Module) -> dict[str, tuple[nn.Module, dict[int, str]]]:
@@ -188,19 +212,18 @@ def _follow(model: nn.Module, state: ParallelState, modules: Mapping[str, nn.Mod
     state.data_parallel.scan()
 
 
-def _rename_shardings(state: ParallelState, before: str, after: str) -> None:
-    """Renames the shardings of a module that was wrapped or unwrapped."""
-    renamed = dict(_renamed(state, before, after))
+def _rename_shardings(state: ParallelState, before: str, after: str, *, rename_ties: bool = True) -> None:
+    """Renames the shardings of a module that was wrapped or unwrapped, and its weights tied over pipeline stages."""
+
+    def rename(name: str) -> str:
+        return f"{after}.{name.removeprefix(f'{before}.')}" if name.startswith(f"{before}.") else name
+
+    renamed = {rename(name): replace(sharding, name=rename(name)) for name, sharding in state.shardings.items()}
     state.shardings.clear()
     state.shardings.update(renamed)
-
-
-def _renamed(state: ParallelState, before: str, after: str) -> Iterator[tuple[str, Any]]:
-    for name, sharding in state.shardings.items():
-        if name.startswith(f"{before}."):
-            name = f"{after}.{name.removeprefix(f'{before}.')}"
-            sharding = replace(sharding, name=name)
-        yield name, sharding
+    if rename_ties and state.cut is not None:
+        sources = {rename(name): rename(source) for name, source in state.cut.sources.items()}
+        state.cut.retie(tuple(map(rename, state.cut.tied)), sources)
 
 
 def _move_hooks(hooks: ForwardHooks, source: nn.Module, target: nn.Module) -> None:

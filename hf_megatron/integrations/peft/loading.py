@@ -12,6 +12,8 @@ from ...errors import UnsupportedError
 
 # Prefix of the names in PEFT's files.
 _WRAPPED = "base_model.model."
+# Key of `adapter_kwargs` of a model whose adapter is loaded once the model is complete.
+_LOADED_LATER = "_hf_megatron_loads_adapter"
 
 
 def find_adapter_base(path: Any, kwargs: dict[str, Any]) -> tuple[Any, Callable[[Any], None] | None]:
@@ -32,7 +34,10 @@ def find_adapter_base(path: Any, kwargs: dict[str, Any]) -> tuple[Any, Callable[
     adapter, base, options = maybe_load_adapters(path, download, **(kwargs.pop("adapter_kwargs", None) or {}))
     if adapter is None:
         return path, None
-    if base != path:
+    if base == path:
+        # The folder also has the model: transformers would find the adapter again.
+        kwargs["adapter_kwargs"] = {_LOADED_LATER: True}
+    else:
         # They belong to the adapter's repository.
         kwargs.pop("revision", None)
         kwargs.pop("subfolder", None)
@@ -43,6 +48,23 @@ def find_adapter_base(path: Any, kwargs: dict[str, Any]) -> tuple[Any, Callable[
         model.load_adapter(adapter, adapter_name=adapter_name, adapter_kwargs=options)
 
     return base, load
+
+
+def find_adapter(original: Callable, path: Any, download_kwargs: Any, **adapter_kwargs: Any) -> Any:
+    """Finds the adapter of a folder, unless it is loaded later; called by transformers' loader."""
+    if adapter_kwargs.pop(_LOADED_LATER, False):
+        return None, path, adapter_kwargs
+    return original(path, download_kwargs, **adapter_kwargs)
+
+
+def add_adapter(original: Callable, self: Any, *args: Any, **kwargs: Any) -> None:
+    """Adds a new adapter to a model; one that is rejected leaves a parallelized model without it."""
+    before = self._hf_peft_config_loaded
+    try:
+        original(self, *args, **kwargs)
+    except UnsupportedError:
+        self._hf_peft_config_loaded = before
+        raise
 
 
 def load_adapter(original: Callable, self: Any, *args: Any, **kwargs: Any) -> Any:

@@ -44,16 +44,6 @@ data_parallel = _rejecting(
 )
 
 
-def own_adapters(original: Callable, self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Rejects a parallelized model, whose `save_pretrained` would write a local shard of the adapter."""
-    if "_hf_megatron" in vars(self):
-        raise UnsupportedError(
-            f"{type(self).__name__}: adapters of transformers are not supported on a parallelized model. Use "
-            "peft.get_peft_model(model, config), or peft.PeftModel.from_pretrained(model, folder) to load an adapter."
-        )
-    return original(self, *args, **kwargs)
-
-
 def reject_other_trl_trainers(trainer: Any) -> None:
     """Raises for a trainer whose nearest TRL base class has no recorded parity result."""
     nearest = next((cls for cls in type(trainer).__mro__ if cls.__module__.startswith("trl.")), None)

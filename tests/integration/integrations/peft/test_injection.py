@@ -660,7 +660,6 @@ def test_unsupported_configs_are_rejected(sources):
         (lora(target_modules=["lm_head"]), "A PEFT adapter on lm_head"),
         (lora(target_modules=["embed_tokens"], use_dora=True), "A PEFT adapter on model.embed_tokens"),
         (lora(init_lora_weights="orthogonal"), "init_lora_weights = 'orthogonal'"),
-        (lora(trainable_token_indices=[1, 2]), "trainable_token_indices"),
         (lora(layer_replication=[(0, 2)]), "layer_replication"),
         (lora(use_dora=True, bias="all"), "use_dora with bias"),
         (lora(target_modules=None, target_parameters=["q_proj.weight"]), "target_parameters names .*q_proj.weight"),
@@ -709,7 +708,7 @@ def test_unsupported_configs_are_rejected(sources):
     assert run_ranks(on_rank, 2) == [pytest.approx(expected, rel=1e-5)] * 2
 
 
-SUPPORTED = {"LORA", "IA3", "LN_TUNING", "PROMPT_TUNING", "P_TUNING", "PREFIX_TUNING"}
+SUPPORTED = {"LORA", "IA3", "LN_TUNING", "TRAINABLE_TOKENS", "PROMPT_TUNING", "P_TUNING", "PREFIX_TUNING"}
 
 
 def test_every_peft_method_is_supported_or_rejected(source):

@@ -1,5 +1,7 @@
 """Tests of adapters that transformers loads: `load_adapter`, folders in `from_pretrained` and `pipeline`."""
 
+import shutil
+
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
@@ -61,6 +63,49 @@ def assert_equal(stories, adapter, text, load):
 @pytest.mark.parametrize("text", LAYOUTS)
 def test_adapters_are_loaded_into_a_model(stories, adapter, text):
     assert_equal(stories, adapter, text, lambda text: load_into(stories, adapter, text))
+
+
+def add_to(path, text):
+    model = AutoModelForCausalLM.from_pretrained(path, **parse(text))
+    torch.manual_seed(1)
+    model.add_adapter(LoraConfig(r=3, target_modules=["q_proj", "down_proj"], init_lora_weights=False), "new")
+    return model
+
+
+@pytest.mark.parametrize("text", LAYOUTS)
+def test_adapters_are_added_to_a_model(stories, tmp_path, text):
+    def on_rank(text):
+        model = add_to(stories, text)
+        counts = [model.num_parameters(exclude_embeddings=excluded) for excluded in (False, True)]
+        result = (*train(model), *counts)
+        model.save_pretrained(tmp_path / str(text))
+        return result
+
+    [expected] = run_ranks(on_rank, 1, None)
+    assert run_ranks(on_rank, 2, text) == [pytest.approx(expected, rel=1e-4)] * 2
+    saved, right = (load_file(tmp_path / name / "adapter_model.safetensors") for name in (text, "None"))
+    assert saved.keys() == right.keys() and all(torch.equal(saved[name], right[name]) for name in right)
+
+
+def test_a_rejected_adapter_is_not_added(stories):
+    def on_rank():
+        model = AutoModelForCausalLM.from_pretrained(stories, **parse("tp2"))
+        with pytest.raises(UnsupportedError, match="adapter on lm_head"):
+            model.add_adapter(LoraConfig(target_modules=["lm_head"]))
+        assert not model._hf_peft_config_loaded
+        return train(model)
+
+    [expected] = run_ranks(lambda: train(AutoModelForCausalLM.from_pretrained(stories)), 1)
+    assert run_ranks(on_rank, 2) == [pytest.approx(expected, rel=1e-4)] * 2
+
+
+@pytest.mark.parametrize("text", ["tp2", "pp2", "dp2+zero3"])
+@pytest.mark.parametrize("cls", [AutoModelForCausalLM, LlamaForCausalLM])
+def test_a_folder_with_a_model_and_an_adapter(stories, adapter, tmp_path, text, cls):
+    LlamaForCausalLM.from_pretrained(stories).save_pretrained(tmp_path)
+    for name in ("adapter_config.json", "adapter_model.safetensors"):
+        shutil.copy(adapter / name, tmp_path)
+    assert_equal(stories, adapter, text, lambda text: load_folder(cls, tmp_path, text))
 
 
 @pytest.mark.parametrize("text", ["tp2", "pp2"])

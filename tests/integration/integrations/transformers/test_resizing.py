@@ -12,7 +12,6 @@ from hf_megatron.core.fork_harness import run_ranks
 from hf_megatron.data_parallel import model_parameters
 from hf_megatron.integrations.transformers import resizing
 from hf_megatron.models.verification_gate import ConfigUnderTest
-from hf_megatron.parallel_state import parallel_state
 from tests.helpers.shared_tiny_models import make_tiny_model
 from tests.helpers.training import count_ranks, gather_full_tensors, make_batch, parse_layout, save_tiny, shard_batch
 
@@ -46,9 +45,7 @@ def step(model, optimizer, seed):
     loss = model(**shard_batch(inner, make_batch(seed))).loss
     loss.backward()
     named = {name: p.grad for name, p in local_named_parameters(inner) if p.requires_grad}
-    # With ZeRO 3, adapters are not sharded, which `gather_full_tensors` does not know.
-    is_adapted = inner is not model and parallel_state(inner) is not None and parallel_state(inner).shards_weights
-    gradients = {} if is_adapted else gather_full_tensors(inner, named)
+    gradients = gather_full_tensors(inner, named)
     optimizer.step()
     optimizer.zero_grad()
     return loss.item(), gradients

@@ -36,6 +36,7 @@ METHOD_LAYOUTS = {
     "ln_tuning": "tp2,tp2+sp,pp2,dp2+zero2,cp2",
     "saved": "tp2+sp,pp2,dp2+zero2",
     "embedding": "tp2,tp2+sp,tp4,pp2,cp2,dp2+zero2,dp2+zero3",
+    "tokens": "tp2,tp2+sp,tp4,pp2,cp2,dp2+zero2,dp2+zero3,tp2+pp2",
     "vocabulary": "tp2,tp2+sp,pp2,tp2+pp2,dp2+zero2",
     "pissa": "tp2+sp,tp2+pp2,dp2,tp2+dp2+zero3",
     "olora": "tp2+sp,tp2+pp2,dp2",
@@ -95,6 +96,14 @@ def test_experts(model_type, text):
 def test_prompt_methods_on_other_models(model_type, method, text):
     """Weights tied across pipeline ends; learned positions; sliding windows, which have separate key caches."""
     comparison = compare(model_type, method, text)
+    assert comparison.passed, comparison.report()
+
+
+@pytest.mark.parametrize("text", ["tp2", "pp2", "cp2"])
+@pytest.mark.parametrize("model_type", ["gpt2", "gemma2"])
+def test_trained_tokens_of_tied_tables(model_type, text):
+    """Matrices stored as `[in, out]`; scaled embeddings, capped logits."""
+    comparison = compare(model_type, "tokens", text)
     assert comparison.passed, comparison.report()
 
 
