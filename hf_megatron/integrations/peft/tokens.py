@@ -69,7 +69,7 @@ def shard_tokens(tuner: Any, site: Site) -> None:
             state.cut.retie((*state.cut.tied, f"{site.name}.{inner}"), state.cut.sources)
     if isinstance(layer, ShardedTokens):
         return
-    layer.__class__ = _sharded(type(layer))
+    layer.__class__ = _sharded(type(layer))  # type: ignore[arg-type]
     layer.is_off_stage, layer.group = site.is_off_stage, None
     if site.is_off_stage or isinstance(site.base, nn.Embedding):
         return
