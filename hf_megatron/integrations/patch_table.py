@@ -224,7 +224,8 @@ _ROWS: tuple[tuple[str, ...], ...] = (
      "compares an index with a count, which are those of replicas", _ACCELERATE),
     (f"{_ACCELERATOR}.profile", "accelerate.replicas:profile", "names the trace of a rank by its replica", _ACCELERATE),
     (f"{_ACCELERATOR}.prepare_data_loader", "accelerate.shuffled_order:prepare_data_loader",
-     "finds a rank's batches by its place in the layout, and shuffles by another seed than a single process",
+     "finds a rank's batches by its place in the layout, shuffles by another seed than a single process, and shares "
+     "out the batches of a DistributedSampler again",
      _ACCELERATE),
     *((f"accelerate.data_loader:{name}.set_epoch", "accelerate.shuffled_order:set_epoch",
        "looks for the sampler two levels deep, and finds none in a loader that skips and shards",

@@ -1,7 +1,8 @@
 """Order of shuffled Accelerate loops: a single process's, also when an interrupted epoch continues.
 
 A `RandomSampler` draws a seed from torch's generator in each epoch. For several replicas, upstream gives the sampler a
-generator of its own when the loader is prepared, which is another order.
+generator of its own when the loader is prepared, which is another order. Upstream also shares out the batches of a
+`DistributedSampler` again, and most samples would never be read.
 """
 
 from collections.abc import Callable
@@ -10,10 +11,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from accelerate.data_loader import DataLoaderShard, SkipBatchSampler
-from torch.utils.data import RandomSampler
+from torch.utils.data import DistributedSampler, RandomSampler
 
 from .batch_shards import batches_are_ours, find_sampler, list_samplers
-from .plugin import is_ours
+from .plugin import is_ours, replicas
 from .replicas import count_ranks
 
 
@@ -51,6 +52,8 @@ def prepare_data_loader(original: Callable, self: Any, data_loader: Any, *args: 
     if not is_ours(self):
         return original(self, data_loader, *args, **kwargs)
     sampler, random_state = find_sampler(data_loader), torch.get_rng_state()
+    if type(sampler) is DistributedSampler and sampler.num_replicas == replicas(self):
+        _yield_all_samples(sampler)
     generator = getattr(sampler, "generator", None)
     is_shuffled = type(sampler) is RandomSampler and generator is None
     prepared = count_ranks(original, self, data_loader, *args, **kwargs)
@@ -69,6 +72,12 @@ def prepare_data_loader(original: Callable, self: Any, data_loader: Any, *args: 
         prepared.synchronized_generator = None
         prepared.rng_types = [kind for kind in prepared.rng_types or () if kind != "generator"]
     return prepared
+
+
+def _yield_all_samples(sampler: DistributedSampler) -> None:
+    """Makes a sampler yield the samples of all replicas, in a single process's order: batches are shared out later."""
+    sampler.num_replicas, sampler.rank = 1, 0
+    sampler.num_samples = sampler.total_size = len(sampler.dataset)  # type: ignore[arg-type]
 
 
 def set_epoch(original: Callable, self: Any, epoch: int) -> None:

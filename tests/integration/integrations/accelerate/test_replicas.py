@@ -15,7 +15,7 @@ import hf_megatron
 from hf_megatron.core.fork_harness import run_ranks
 from hf_megatron.core.layouts import parse_layouts
 from hf_megatron.errors import RankError
-from hf_megatron.integrations.accelerate import replicas
+from hf_megatron.integrations.accelerate import replicas, shuffled_order
 from tests.integration.integrations.trainer.test_trainer import rows
 
 # Layout -> number of ranks.
@@ -108,14 +108,20 @@ def test_main_process_goes_first_in_a_single_replica(stories, tmp_path):
 # Training by these numbers
 
 
-class SharedOutTrainer(Trainer):
+class SamplerTrainer(Trainer):
+    """A trainer whose sampler shares out the samples by the numbers of its arguments, in a loader that is prepared."""
+
+    def _get_train_sampler(self, *args, **kwargs):
+        return DistributedSampler(
+            self.train_dataset, num_replicas=self.args.world_size, rank=self.args.process_index, shuffle=True, seed=3
+        )
+
+
+class SharedOutTrainer(SamplerTrainer):
     """A trainer that shares out its samples itself, by the numbers of its arguments."""
 
     def get_train_dataloader(self):
-        sampler = DistributedSampler(
-            self.train_dataset, num_replicas=self.args.world_size, rank=self.args.process_index, shuffle=True, seed=3
-        )
-        size = 4 // self.args.world_size
+        size, sampler = 4 // self.args.world_size, self._get_train_sampler()
         return DataLoader(self.train_dataset, batch_size=size, sampler=sampler, collate_fn=self.data_collator)
 
 
@@ -125,24 +131,40 @@ def count_all_ranks(patch):
     patch.setattr(replicas, "is_ours", lambda accelerator: False)
 
 
-def train_shared_out(path, output, name, fault=None):
+def share_out_twice(patch):
+    """Seeded fault: Accelerate shares out batches of samples that are shared out, as upstream."""
+    patch.setattr(shuffled_order, "_yield_all_samples", lambda sampler: None)
+
+
+def train_shared_out(path, output, name, fault=None, trainer_class=SharedOutTrainer):
     with pytest.MonkeyPatch.context() as patch:
         model = load(path, name)
         if fault is not None:
             fault(patch)
         # The sampler deals out samples one at a time: steps have the same samples on any number of replicas.
-        trainer = SharedOutTrainer(model, make_arguments(output, max_steps=2), train_dataset=rows(16, 0))
+        arguments = make_arguments(
+            output, max_steps=6, lr_scheduler_type="constant", per_device_train_batch_size=4 // count_replicas(name)
+        )
+        trainer = trainer_class(model, arguments, train_dataset=rows(16, 0))
         trainer.train()
         return [
             value for log in trainer.state.log_history if "loss" in log for value in (log["loss"], log["grad_norm"])
         ]
 
 
-@pytest.mark.parametrize("name", ["tp2", "pp2", "tp2+dp2"])
-def test_trainer_that_shares_out_samples_matches_single_process(stories, tmp_path, name):
-    [expected] = run_ranks(train_shared_out, 1, stories, tmp_path, None)
-    for losses in run_ranks(train_shared_out, WORLDS[name], stories, tmp_path, name):
-        assert losses == pytest.approx(expected, rel=2e-5)
+@pytest.mark.parametrize("name", ["tp2", "pp2", "dp2", "tp2+dp2"])
+@pytest.mark.parametrize("trainer_class", [SamplerTrainer, SharedOutTrainer])
+def test_trainer_that_shares_out_samples_matches_single_process(stories, tmp_path, name, trainer_class):
+    """Trains for six steps of 4 samples out of 16: a prepared loader has another order in its second epoch."""
+    [expected] = run_ranks(train_shared_out, 1, stories, tmp_path, None, None, trainer_class)
+    for losses in run_ranks(train_shared_out, WORLDS[name], stories, tmp_path, name, None, trainer_class):
+        assert losses == pytest.approx(expected, rel=2e-4)
+
+
+def test_sharing_out_samples_twice_is_detected(stories, tmp_path):
+    [expected] = run_ranks(train_shared_out, 1, stories, tmp_path, None, None, SamplerTrainer)
+    [losses, _] = run_ranks(train_shared_out, 2, stories, tmp_path, "dp2", share_out_twice, SamplerTrainer)
+    assert losses[:2] != pytest.approx(expected[:2], rel=2e-2)
 
 
 def test_counting_ranks_is_detected(stories, tmp_path):
