@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from ..compat.torch_dtensor import is_packed, local_tensor
 from ..core.communication.rank_errors import gather, propagate_errors
 from ..core.off_stage import is_off_stage
+from ..data_parallel.combined_optimizers import list_stepping
 from ..data_parallel.distributed_optimizer import sharded
 from ..data_parallel.main_params import MainParam
 from ..errors import CheckpointError
@@ -109,7 +110,7 @@ def optimizer_pieces(model: Any, optimizer: torch.optim.Optimizer, number: int) 
 def pieces(model: Any, optimizers: Sequence[torch.optim.Optimizer]) -> Iterator[LocalChunk]:
     """Yields all chunks that this rank writes."""
     yield from model_pieces(model)
-    for number, optimizer in enumerate(optimizers):
+    for number, optimizer in enumerate(list_stepping(optimizers)):
         yield from optimizer_pieces(model, optimizer, number)
 
 
@@ -128,7 +129,7 @@ def training_metadata(model: Any, optimizers: Sequence[torch.optim.Optimizer]) -
         CheckpointError: pipeline stages hold different copies of a tied weight or of its moments, or have different
             parameter groups; or an optimizer's state cannot be read in another layout.
     """
-    state = parallel_state(model)
+    state, optimizers = parallel_state(model), list_stepping(optimizers)
     with propagate_errors("Saving"):
         described = [_describe(model, optimizer) for optimizer in optimizers]
     if state is not None and any(leaf.full is not None for o in optimizers for leaf in _leaves(model, o)):
@@ -311,7 +312,7 @@ def load_optimizers(model: Any, optimizers: Sequence[torch.optim.Optimizer], che
         CheckpointError: on every rank; number or class of optimizers or their groups' parameters differ, or moments
             are in no file.
     """
-    described = checkpoint.metadata.get("optimizers", [])
+    described, optimizers = checkpoint.metadata.get("optimizers", []), list_stepping(optimizers)
     with propagate_errors(f"Loading {checkpoint.path}"):
         if len(described) != len(optimizers):
             raise CheckpointError(

@@ -19,6 +19,7 @@ from ..compat.torch_memory import is_async_device
 from ..core.communication.full_tensor import placed_gradient
 from ..core.off_stage import is_off_stage
 from ..errors import ConfigError, UnsupportedError
+from .combined_optimizers import COMBINED, find_parts, list_stepping
 from .engine import DataParallel, get_engine
 from .fsdp import reshard
 from .grad_norm import clip_grad_norm, has_finite_gradients
@@ -188,6 +189,12 @@ class ShardedOptimizer:
     def parameters(self) -> list[nn.Parameter]:
         return [leaf.parameter for leaf in self.leaves]
 
+    def _parameters_of_step(self) -> list[nn.Parameter]:
+        """Returns the parameters of all optimizers of the model: the first one to step clips and checks for all."""
+        if len(self.engine.optimizers) == 1:
+            return self.parameters()
+        return list({id(p): p for optimizer in self.engine.optimizers for p in optimizer.parameters()}.values())
+
     def find_replaced(self) -> None:
         """Finds out whether the groups have parameters that were replaced by others of another size."""
         self.holds_replaced = any(REPLACED in vars(parameter) for parameter in _parameters(self.optimizer))
@@ -214,11 +221,11 @@ class ShardedOptimizer:
         if limit is not None and not grad_status.clipped:
             # With a loss scaler, a fused optimizer divides the gradients by `grad_scale` in its step: scale the limit.
             scale = getattr(optimizer, "grad_scale", None)
-            clip_grad_norm(self.parameters(), limit if scale is None else limit * float(scale), in_step=True)
+            clip_grad_norm(self._parameters_of_step(), limit if scale is None else limit * float(scale), in_step=True)
             grad_status = engine.step_status.gradients
         if not grad_status.scaled:
             if grad_status.finite is None:
-                grad_status.finite = has_finite_gradients(self.parameters())
+                grad_status.finite = has_finite_gradients(self._parameters_of_step())
             self.step_was_skipped = not grad_status.finite
             engine.step_status.count(skipped=self.step_was_skipped)
         self.collect()
@@ -405,6 +412,12 @@ def sharded(optimizer: Any) -> ShardedOptimizer | None:
     return vars(optimizer).get("_hf_megatron")
 
 
+def list_sharded(optimizer: torch.optim.Optimizer) -> list[ShardedOptimizer]:
+    """Returns what `prepare_optimizer` attached to an optimizer, or to the parts of a combined one."""
+    parts = vars(optimizer).get(COMBINED, [optimizer])
+    return [state for part in parts if (state := sharded(part)) is not None]
+
+
 def stepping_optimizer(optimizer: Any) -> Any:
     """Returns the torch optimizer inside an `AcceleratedOptimizer`, or the optimizer itself."""
     inner = getattr(optimizer, "optimizer", None)
@@ -417,7 +430,7 @@ def prepare_optimizer(
     """Prepares the optimizer of a parallelized model: it then steps on this rank's shards.
 
     Trainer and Accelerate call it themselves. An optimizer without parameters of a parallelized model is returned
-    unchanged.
+    unchanged. Of an optimizer that steps several others, which share out its parameters, these are prepared.
 
     Args:
         optimizer (`torch.optim.Optimizer`): created from the model's parameters, before its first step.
@@ -443,6 +456,11 @@ def prepare_optimizer(
     engines = [get_engine(p) for p in _parameters(optimizer)]
     engine = next((engine for engine in engines if engine is not None), None)
     if engine is None:
+        return optimizer
+    if parts := find_parts(optimizer):
+        for part in parts:
+            prepare_optimizer(part, elementwise=elementwise, layer_wise=layer_wise)
+        vars(optimizer)[COMBINED] = list_stepping(parts)
         return optimizer
     engine.reject_sums_over_parameters(optimizer, declared=elementwise or layer_wise)
     name = type(optimizer).__name__
