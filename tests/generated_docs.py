@@ -1,5 +1,6 @@
 """Generator of documentation that is derived from the code: `python -m tests.generated_docs`.
 
+docs/data_parallel.md  optimizers and layouts, from the tested rows (`tests.helpers.optimizers`); Muon's memory
 docs/patches.md   every replaced function and attribute
 docs/surface.md   training-loop patterns per layout, recorded by `python -m tests.helpers.loop_patterns`
 docs/versions.md  tested library versions, recorded by `python -m tests.matrix`
@@ -15,6 +16,7 @@ from typing import Any
 from hf_megatron.compat.instance_patches import INSTANCE_PATCHES
 from hf_megatron.compat.patch_registry import Patch
 from hf_megatron.integrations.patch_table import PATCHES, PATTERNS
+from tests.helpers import optimizers
 from tests.helpers.loop_patterns import render_table
 from tests.matrix import render_table as versions
 from tests.structure import ROOT
@@ -92,8 +94,19 @@ def gpu_status() -> str:
     return textwrap.fill(text, 80) + "\n"
 
 
+def render_muon_memory() -> str:
+    """Renders Muon's and AdamW's state per rank, as `benchmarks/muon_memory.py` counted it."""
+    path = ROOT / "benchmarks" / "results" / "muon_memory_cpu.json"
+    lines = ["| layout | Muon | AdamW |", "|---|---|---|"]
+    for layout, row in json.loads(path.read_text(encoding="utf-8"))["rows"].items():
+        muon, adamw = (max(row[f"{kind}_bytes_per_rank"]) / 2**20 for kind in ("muon", "adamw"))
+        lines.append(f"| {layout} | {muon:.2f} | {adamw:.2f} |")
+    return "\n".join(lines) + "\n"
+
+
 PARTS: dict[str, dict[str, Callable[[], str]]] = {
     "README.md": {"status": gpu_status},
+    "docs/data_parallel.md": {"optimizers": optimizers.render_table, "Muon memory": render_muon_memory},
     "docs/gpu.md": {"GPU runs": gpu_table, "not run": gpu_gaps},
     "docs/patches.md": {"patches": patches, "instance patches": render_instance_patches},
     "docs/surface.md": {"loop patterns": render_table},

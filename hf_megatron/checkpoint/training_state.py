@@ -4,7 +4,7 @@
 |---|---|
 | tensor `<name>` | a weight or buffer under its name in the state dict |
 | tensor `optimizer/<number>/<key>/<name>` | a moment of that weight; key `main_weight` is its fp32 copy |
-| | of optimizers that step on full parameters: any state tensor, of its own shape |
+| | of optimizers that step on full parameters: any state tensor, of its own shape; key `nested.GG.0` is in a list |
 | metadata `optimizers` | hyperparameters of the groups, names of their parameters and moments, steps |
 | metadata `converted` | made from another library's checkpoint: `groups` is null, the loading run uses its own |
 
@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from ..compat.torch_dtensor import is_packed, local_tensor
 from ..core.communication.rank_errors import gather, propagate_errors
 from ..core.off_stage import is_off_stage
+from ..data_parallel.combined_optimizers import list_stepping
 from ..data_parallel.distributed_optimizer import sharded
 from ..data_parallel.main_params import MainParam
 from ..errors import CheckpointError
@@ -34,6 +35,8 @@ from .strict_loading import empty_in_huge_pages
 from .tensor_chunks import LocalChunk
 
 MAIN_WEIGHT = "main_weight"
+# Prefix of the keys of tensors inside lists and mappings of an optimizer's state.
+NESTED = "nested"
 
 
 def _leaves(model: Any, optimizer: torch.optim.Optimizer) -> list[MainParam]:
@@ -58,14 +61,13 @@ def _key(number: int, key: str, name: str) -> str:
 def _moments(optimizer: torch.optim.Optimizer, leaf: MainParam) -> dict[str, Tensor]:
     """Returns the optimizer states of a main param that can be written as tensors.
 
-    State of a shard must have a value per entry; state of a full parameter may have any shape.
+    State of a shard must have a value per entry; state of a full parameter may have any shape, and be in lists and
+    mappings (SOAP).
     """
-    tensors = {
-        key: value
-        for key, value in optimizer.state.get(leaf.tensor, {}).items()
-        if isinstance(value, Tensor) and value.dim()
-    }
+    state = optimizer.state.get(leaf.tensor, {})
+    tensors = {key: value for key, value in state.items() if isinstance(value, Tensor) and value.dim()}
     if leaf.covers_parameter:
+        pack({key: value for key, value in state.items() if isinstance(value, (list, tuple, dict))}, tensors, NESTED)
         return tensors
     size = local_tensor(leaf.tensor).numel()
     return {key: value for key, value in tensors.items() if local_tensor(value).numel() == size}
@@ -108,7 +110,7 @@ def optimizer_pieces(model: Any, optimizer: torch.optim.Optimizer, number: int) 
 def pieces(model: Any, optimizers: Sequence[torch.optim.Optimizer]) -> Iterator[LocalChunk]:
     """Yields all chunks that this rank writes."""
     yield from model_pieces(model)
-    for number, optimizer in enumerate(optimizers):
+    for number, optimizer in enumerate(list_stepping(optimizers)):
         yield from optimizer_pieces(model, optimizer, number)
 
 
@@ -127,7 +129,7 @@ def training_metadata(model: Any, optimizers: Sequence[torch.optim.Optimizer]) -
         CheckpointError: pipeline stages hold different copies of a tied weight or of its moments, or have different
             parameter groups; or an optimizer's state cannot be read in another layout.
     """
-    state = parallel_state(model)
+    state, optimizers = parallel_state(model), list_stepping(optimizers)
     with propagate_errors("Saving"):
         described = [_describe(model, optimizer) for optimizer in optimizers]
     if state is not None and any(leaf.full is not None for o in optimizers for leaf in _leaves(model, o)):
@@ -176,7 +178,17 @@ def _describe(model: Any, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         names = [next(remaining).name for _ in group_params]
         hyperparameters = {key: value for key, value in group.items() if key not in ("params", "param_names")}
         groups.append({"names": names, "hyperparameters": pack(hyperparameters, tensors, "group")})
-    scalars = {leaf.name: pack(values, tensors, leaf.name) for leaf in leaves if (values := _scalars(optimizer, leaf))}
+    scalars = {}
+    for leaf in leaves:
+        if values := _scalars(optimizer, leaf):
+            inner: dict[str, Tensor] = {}
+            scalars[leaf.name] = pack(values, inner, NESTED)
+            stored = _moments(optimizer, leaf) if inner else {}
+            tensors |= {
+                f"{leaf.name}.{key.removeprefix(NESTED + '.')}": tensor
+                for key, tensor in inner.items()
+                if key not in stored
+            }
     if tensors:
         raise CheckpointError(
             f"{type(optimizer).__name__} has state tensors that are not per parameter entry: "
@@ -300,7 +312,7 @@ def load_optimizers(model: Any, optimizers: Sequence[torch.optim.Optimizer], che
         CheckpointError: on every rank; number or class of optimizers or their groups' parameters differ, or moments
             are in no file.
     """
-    described = checkpoint.metadata.get("optimizers", [])
+    described, optimizers = checkpoint.metadata.get("optimizers", []), list_stepping(optimizers)
     with propagate_errors(f"Loading {checkpoint.path}"):
         if len(described) != len(optimizers):
             raise CheckpointError(
@@ -356,9 +368,7 @@ def _load_optimizer(
     on_device = any(group.get("fused") or group.get("capturable") for group in optimizer.param_groups)
     for leaf in _leaves(model, optimizer):
         stores_state = _stores_state(state, leaf)
-        values = dict(unpack(description["scalars"].get(leaf.name, {"dict": []}), {})) if stores_state else {}
-        if on_device:
-            values = {key: v.to(leaf.tensor.device) if isinstance(v, Tensor) else v for key, v in values.items()}
+        moments: dict[str, Tensor] = {}
         for key in keys.get(leaf.name, ()):
             if key != MAIN_WEIGHT and not stores_state:
                 continue
@@ -368,9 +378,14 @@ def _load_optimizer(
             shape = torch.Size(holding.shape) if is_full else local_tensor(leaf.tensor).shape
             value = _read(checkpoint, name, holding, shape, optimizer.state.get(leaf.tensor, {}).get(key))
             if key != MAIN_WEIGHT:
-                values[key] = value.to(leaf.tensor.device)
+                moments[key] = value.to(leaf.tensor.device)
             elif leaf.separate:
                 leaf.tensor.copy_(value)
+        scalars = description["scalars"].get(leaf.name, {"dict": []}) if stores_state else {"dict": []}
+        values = dict(unpack(scalars, moments))
+        if on_device:
+            values = {key: v.to(leaf.tensor.device) if isinstance(v, Tensor) else v for key, v in values.items()}
+        values |= {key: moment for key, moment in moments.items() if not key.startswith(f"{NESTED}.")}
         if values:
             optimizer.state[leaf.tensor] = values
         else:

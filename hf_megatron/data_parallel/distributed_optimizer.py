@@ -5,7 +5,7 @@ times. The optimizer stays the same object: learning rate schedulers can change 
 apply.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from typing import Any
@@ -19,6 +19,7 @@ from ..compat.torch_memory import is_async_device
 from ..core.communication.full_tensor import placed_gradient
 from ..core.off_stage import is_off_stage
 from ..errors import ConfigError, UnsupportedError
+from .combined_optimizers import COMBINED, find_parts, list_stepping
 from .engine import DataParallel, get_engine
 from .fsdp import reshard
 from .grad_norm import clip_grad_norm, has_finite_gradients
@@ -27,7 +28,7 @@ from .layer_wise import LayerWiseStep
 from .main_params import HALF, MainParam, make_main_param
 from .model_parameters import REPLACED, reject_replaced
 from .optimizer_classes import is_elementwise, is_layer_wise, known_elementwise
-from .optimizer_state import StateByParameter
+from .optimizer_state import StateByParameter, has_stepped, has_tensors
 from .param_gather import ParamAllGather
 from .step_status import GradStatus
 
@@ -49,6 +50,7 @@ class ShardedOptimizer:
         self.step_was_skipped = False
         self.holds_replaced = False
         self.leaves: list[MainParam] = []
+        self._is_known = is_elementwise(type(optimizer)) or is_layer_wise(type(optimizer))
         self._used: GradStatus | None = None
         self._publishers: list[ParamAllGather] = []
         self._published: list[MainParam] = []
@@ -86,12 +88,15 @@ class ShardedOptimizer:
         for leaf in leaves:
             self._leaf_of |= {id(tensor): leaf.stepped for tensor in (leaf.parameter, leaf.tensor, leaf.stepped)}
             if leaf.parameter in self.optimizer.state:
-                self.optimizer.state[leaf.stepped] = self._take_over(leaf)
+                state = self._take_over(leaf)
+                if leaf.full is None or leaf.full.owner == self.engine.state.axes.world_rank:
+                    self.optimizer.state[leaf.stepped] = state
 
     def _take_over(self, leaf: MainParam) -> dict[str, Any]:
         """Removes the state that the optimizer's constructor made for a parameter, and returns the main param's."""
         state = self.optimizer.state.pop(leaf.parameter)
-        if leaf.full is not None:
+        # Flags, such as Moonlight's `use_muon`, do not depend on the tensor.
+        if leaf.full is not None and has_tensors(state):
             name = type(self.optimizer).__name__
             raise UnsupportedError(
                 f"{name} created state for {leaf.name} in its constructor, but it steps on another tensor: the full "
@@ -116,8 +121,12 @@ class ShardedOptimizer:
             + (" To train a deep copy, load the model a second time instead." if is_reduced else "")
         )
 
-    def _enter(self) -> None:
-        """Lists the main params in the groups instead of the parameters; off-stage parameters are left out."""
+    def _enter(self, left_out: Container[int] = ()) -> None:
+        """Lists the main params in the groups instead of the parameters; off-stage parameters are left out.
+
+        Args:
+            left_out: identities of main params that are left out too.
+        """
         self._leave()
         listed = [group["params"] for group in self.optimizer.param_groups]
         local_params = [[parameter for parameter in group if not is_off_stage(parameter)] for group in listed]
@@ -127,7 +136,8 @@ class ShardedOptimizer:
             raise self._untracked(untracked[0])
         self._listed = listed
         for group, parameters in zip(self.optimizer.param_groups, local_params, strict=True):
-            group["params"] = [self._leaf_of[id(parameter)] for parameter in parameters]
+            stepped = [self._leaf_of[id(parameter)] for parameter in parameters]
+            group["params"] = [tensor for tensor in stepped if id(tensor) not in left_out]
 
     def _leave(self) -> None:
         """Lists the model parameters in the groups again."""
@@ -179,6 +189,12 @@ class ShardedOptimizer:
     def parameters(self) -> list[nn.Parameter]:
         return [leaf.parameter for leaf in self.leaves]
 
+    def _parameters_of_step(self) -> list[nn.Parameter]:
+        """Returns the parameters of all optimizers of the model: the first one to step clips and checks for all."""
+        if len(self.engine.optimizers) == 1:
+            return self.parameters()
+        return list({id(p): p for optimizer in self.engine.optimizers for p in optimizer.parameters()}.values())
+
     def find_replaced(self) -> None:
         """Finds out whether the groups have parameters that were replaced by others of another size."""
         self.holds_replaced = any(REPLACED in vars(parameter) for parameter in _parameters(self.optimizer))
@@ -205,11 +221,11 @@ class ShardedOptimizer:
         if limit is not None and not grad_status.clipped:
             # With a loss scaler, a fused optimizer divides the gradients by `grad_scale` in its step: scale the limit.
             scale = getattr(optimizer, "grad_scale", None)
-            clip_grad_norm(self.parameters(), limit if scale is None else limit * float(scale), in_step=True)
+            clip_grad_norm(self._parameters_of_step(), limit if scale is None else limit * float(scale), in_step=True)
             grad_status = engine.step_status.gradients
         if not grad_status.scaled:
             if grad_status.finite is None:
-                grad_status.finite = has_finite_gradients(self.parameters())
+                grad_status.finite = has_finite_gradients(self._parameters_of_step())
             self.step_was_skipped = not grad_status.finite
             engine.step_status.count(skipped=self.step_was_skipped)
         self.collect()
@@ -225,7 +241,18 @@ class ShardedOptimizer:
         self._used = engine.step_status.gradients
         engine.step_status.gradients.used = True
         copy_overrides(optimizer, ((leaf.parameter, leaf.stepped) for leaf in self.leaves))
-        self._enter()
+        self._enter(self._not_stepped())
+
+    def _not_stepped(self) -> set[int]:
+        """Returns the identities of main params that the optimizer must not see in this step.
+
+        Classes that only their users know may read the state of parameters without a gradient, or step on them with
+        a gradient of zeros (Keller Jordan's Muon). Known classes skip them; bitsandbytes' count them.
+        """
+        if self._is_known:
+            return set()
+        hidden = [leaf for leaf in self.leaves if self.step_was_skipped or leaf.full is not None]
+        return {id(leaf.stepped) for leaf in hidden if leaf.stepped.grad is None}
 
     @torch.no_grad()
     def _follow_parameters(self) -> None:
@@ -385,6 +412,12 @@ def sharded(optimizer: Any) -> ShardedOptimizer | None:
     return vars(optimizer).get("_hf_megatron")
 
 
+def list_sharded(optimizer: torch.optim.Optimizer) -> list[ShardedOptimizer]:
+    """Returns what `prepare_optimizer` attached to an optimizer, or to the parts of a combined one."""
+    parts = vars(optimizer).get(COMBINED, [optimizer])
+    return [state for part in parts if (state := sharded(part)) is not None]
+
+
 def stepping_optimizer(optimizer: Any) -> Any:
     """Returns the torch optimizer inside an `AcceleratedOptimizer`, or the optimizer itself."""
     inner = getattr(optimizer, "optimizer", None)
@@ -397,7 +430,7 @@ def prepare_optimizer(
     """Prepares the optimizer of a parallelized model: it then steps on this rank's shards.
 
     Trainer and Accelerate call it themselves. An optimizer without parameters of a parallelized model is returned
-    unchanged.
+    unchanged. Of an optimizer that steps several others, which share out its parameters, these are prepared.
 
     Args:
         optimizer (`torch.optim.Optimizer`): created from the model's parameters, before its first step.
@@ -424,10 +457,14 @@ def prepare_optimizer(
     engine = next((engine for engine in engines if engine is not None), None)
     if engine is None:
         return optimizer
+    if parts := find_parts(optimizer):
+        for part in parts:
+            prepare_optimizer(part, elementwise=elementwise, layer_wise=layer_wise)
+        vars(optimizer)[COMBINED] = list_stepping(parts)
+        return optimizer
     engine.reject_sums_over_parameters(optimizer, declared=elementwise or layer_wise)
     name = type(optimizer).__name__
-    # Adagrad creates its state, with `step` 0, in its constructor.
-    if any(float(state.get("step", 1)) > 0 for state in optimizer.state.values()):
+    if any(map(has_stepped, optimizer.state.values())):
         raise ConfigError(f"{name} has stepped already; prepare it before its first step.")
     if engine.state.cut is not None and has_positional_overrides(optimizer):
         # Positions in the groups differ on a stage, which leaves out the other stages' parameters.

@@ -365,12 +365,17 @@ class DataParallel(Shared):
             guard()
 
     def reject_sums_over_parameters(self, optimizer: torch.optim.Optimizer, *, declared: bool = False) -> None:
-        """Raises `UnsupportedError` for an optimizer that may combine parameters of several pipeline stages.
+        """Raises `UnsupportedError` for LBFGS, and for others that may combine parameters of several pipeline stages.
 
         Args:
             declared (`bool`): whether the caller declared that it does not.
         """
         cls = type(optimizer)
+        if issubclass(cls, torch.optim.LBFGS):
+            raise UnsupportedError(
+                f"{cls.__name__} is not supported: it combines values of all parameters, and computes gradients in "
+                "its step. Use an optimizer that steps without a closure, such as AdamW."
+            )
         if self.state.cut is not None and not (declared or steps_on_single_parameters(cls)):
             raise UnsupportedError(
                 f"{cls.__name__} may combine values of all parameters, but a pipeline stage has only its own. Use "

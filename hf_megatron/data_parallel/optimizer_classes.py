@@ -1,7 +1,5 @@
 """Optimizer classes by what they need to update a parameter: single entries, or the full parameter."""
 
-import torch
-
 # Optimizers that update each entry from that entry only, so that they can step on shards: package -> classes.
 ELEMENTWISE = {
     "torch": {"ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD"},
@@ -35,7 +33,7 @@ def steps_on_single_parameters(optimizer_class: type) -> bool:
     if is_elementwise(optimizer_class) or is_layer_wise(optimizer_class):
         return True
     module = f"{optimizer_class.__module__}."
-    return module.startswith("torch.optim.") and not issubclass(optimizer_class, torch.optim.LBFGS)
+    return module.startswith("torch.optim.")
 
 
 def known_elementwise() -> list[str]:

@@ -7,6 +7,19 @@ from typing import Any
 from torch import Tensor
 
 
+def has_tensors(state: Mapping[str, Any]) -> bool:
+    """Returns whether the state of a parameter has tensors other than scalars."""
+    return any(isinstance(value, Tensor) and value.dim() for value in state.values())
+
+
+def has_stepped(state: Mapping[str, Any]) -> bool:
+    """Returns whether the state of a parameter is that of a stepped optimizer.
+
+    Adagrad creates state with `step` 0 in its constructor, and Moonlight's Muon the flag `use_muon`.
+    """
+    return float(state["step"]) > 0 if "step" in state else has_tensors(state)
+
+
 class StateByParameter(defaultdict):
     """Maps a main param, or its model parameter of any shape, to the state of this rank's shard."""
 

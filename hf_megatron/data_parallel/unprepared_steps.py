@@ -11,6 +11,7 @@ from ..core.off_stage import is_off_stage
 from ..core.runtime import RUNTIME
 from ..errors import ConfigError
 from .autograd_boundary import UNREDUCED, reject_untracked
+from .combined_optimizers import COMBINED
 from .engine import get_engine, get_reducer
 from .main_params import HALF
 from .model_parameters import MARK, reject_replaced
@@ -53,7 +54,7 @@ def before_unprepared_step(optimizer: torch.optim.Optimizer, args: tuple, kwargs
         UnsupportedError: if it holds tensors whose gradients are not reduced, sums over parameters, or trains a model
             that a launched script has not parallelized.
     """
-    if MARK in vars(optimizer):
+    if MARK in vars(optimizer) or COMBINED in vars(optimizer):
         return
     if RUNTIME.launch is not None:
         RUNTIME.launch.check_step(optimizer)

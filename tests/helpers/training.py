@@ -41,10 +41,10 @@ def save_tiny(path, **fields):
     """Saves a Llama of two layers with random norms."""
     torch.manual_seed(0)
     config = LlamaConfig(
-        hidden_size=32,
-        intermediate_size=48,
         num_attention_heads=4,
-        **{"num_hidden_layers": 2, "vocab_size": 64, "num_key_value_heads": 2, "tie_word_embeddings": True, **fields},
+        **{"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "vocab_size": 64}
+        | {"num_key_value_heads": 2, "tie_word_embeddings": True}
+        | fields,
     )
     model = LlamaForCausalLM(config)
     with torch.no_grad():

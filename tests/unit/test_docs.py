@@ -62,7 +62,7 @@ def test_dotted_library_names_resolve(page):
 # Languages of code blocks; Python and Bash blocks run in tests unless they are marked.
 FENCES = {"python", "python no-run", "bash", "bash no-run", "diff", "json", "text", "yaml"}
 # One column per layout.
-WIDE_TABLES = {"docs/supported_models.md"}
+WIDE_TABLES = {"docs/data_parallel.md", "docs/supported_models.md"}
 MAX_COLUMNS = 4
 
 

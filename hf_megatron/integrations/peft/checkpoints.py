@@ -13,6 +13,7 @@ from ...checkpoint.save import save_sharded
 from ...checkpoint.tensor_chunks import LocalChunk
 from ...checkpoint.training_state import load_model, optimizer_pieces, pieces, training_metadata
 from ...compat.ecosystem import adapter_prefix
+from ...data_parallel.combined_optimizers import list_stepping
 from ...errors import CheckpointError
 from ...parallel_state import parallel_state, unwrap_parallel_model
 
@@ -45,7 +46,7 @@ def saved_pieces(model: Any, optimizers: Sequence[torch.optim.Optimizer]) -> Ite
     if inner is model:
         yield from pieces(model, optimizers)
         return
-    for number, optimizer in enumerate(optimizers):
+    for number, optimizer in enumerate(list_stepping(optimizers)):
         yield from optimizer_pieces(inner, optimizer, number)
 
 

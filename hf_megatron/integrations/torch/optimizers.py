@@ -22,12 +22,12 @@ def prepare_optimizer(original: Callable, self: Any, optimizer: Any, *args: Any,
 
 def optimizer_step(original: Callable, self: Any, closure: Any = None) -> Any:
     """Steps the optimizer, and records whether all ranks skipped the step, which schedulers read from the wrapper."""
-    from ...data_parallel.distributed_optimizer import sharded
+    from ...data_parallel.distributed_optimizer import list_sharded
 
     result = original(self, closure)
-    state = sharded(self.optimizer)
-    if state is not None and self.scaler is None and self.gradient_state.sync_gradients:
-        self._is_overflow = state.step_was_skipped
+    states = list_sharded(self.optimizer)
+    if states and self.scaler is None and self.gradient_state.sync_gradients:
+        self._is_overflow = any(state.step_was_skipped for state in states)
     return result
 
 
@@ -35,13 +35,13 @@ def unscale_grads(
     original: Callable, self: Any, optimizer: Any, inv_scale: Any, found_inf: Any, allow_fp16: bool
 ) -> Any:
     """Unscales the reduced gradients, `inv_scale` and `found_inf` `()`; `found_inf` is identical on all ranks."""
-    from ...data_parallel.distributed_optimizer import sharded
+    from ...data_parallel.distributed_optimizer import list_sharded
     from ...data_parallel.grad_scaler import unscale
 
-    state = sharded(optimizer)
-    if state is None:
+    states = list_sharded(optimizer)
+    if not states:
         return original(self, optimizer, inv_scale, found_inf, allow_fp16)
-    return unscale(state, inv_scale, found_inf)
+    return unscale(states, inv_scale, found_inf)
 
 
 def clip_grad_norm_(

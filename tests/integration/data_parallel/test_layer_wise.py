@@ -7,7 +7,7 @@ import bitsandbytes
 import pytest
 import torch
 import transformers
-from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import AutoModelForCausalLM
 
 from hf_megatron import local_named_parameters, prepare_optimizer
 from hf_megatron.checkpoint.reader import Checkpoint, open_checkpoint
@@ -25,12 +25,10 @@ from tests.helpers.dp_training import (
     restore_parameters,
     shard_batch,
 )
+from tests.helpers.optimizers import LIMIT, ROUNDED_LIMIT, Shampoo, list_matrices, list_others
 from tests.helpers.training import gather_full_tensors, make_batch
 from tests.integration.integrations.trainer.test_resume import read_full_tensors
 
-LIMIT = 2e-4
-# Muon multiplies in bf16, and 8-bit states are rounded: both amplify round-off of the gradients.
-ROUNDED_LIMIT = 5e-2
 STEPS = 3
 
 
@@ -59,46 +57,6 @@ def _orthogonalize(matrix):
         square = matrix @ matrix.T
         matrix = 3.4445 * matrix - 4.775 * square @ matrix + 2.0315 * square @ square @ matrix
     return matrix
-
-
-class Shampoo(torch.optim.Optimizer):
-    """Matrices are preconditioned from both sides, with state of other shapes than the parameter's."""
-
-    def __init__(self, parameters, lr):
-        super().__init__(parameters, {"lr": lr})
-
-    @torch.no_grad()
-    def step(self, closure=None):
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is None:
-                    continue
-                state, grad = self.state[parameter], parameter.grad
-                if grad.dim() != 2:
-                    parameter.add_(grad / (grad.norm() + 0.1), alpha=-group["lr"])
-                    continue
-                if not state:
-                    state["step"] = 0
-                    state["left"], state["right"] = (torch.eye(size) * 1e-2 for size in grad.shape)
-                state["step"] += 1
-                state["left"] += grad @ grad.T
-                state["right"] += grad.T @ grad
-                left, right = (_inverse_root(state[side]) for side in ("left", "right"))
-                parameter.add_(left @ grad @ right, alpha=-group["lr"] / state["step"])
-
-
-def _inverse_root(matrix):
-    values, vectors = torch.linalg.eigh(matrix)
-    return vectors @ torch.diag(values.pow(-0.25)) @ vectors.T
-
-
-def list_matrices(model):
-    return [parameter for name, parameter in model.named_parameters() if parameter.ndim == 2 and "embed" not in name]
-
-
-def list_others(model):
-    matrices = {id(parameter) for parameter in list_matrices(model)}
-    return [parameter for parameter in model.parameters() if id(parameter) not in matrices]
 
 
 def with_adamw(make):
@@ -180,28 +138,6 @@ def train_with_each(path, text, names=tuple(MAKERS)):
         optimizers = [prepare(optimizer) for optimizer in MAKERS[name][0](model)]
         results[name] = gather_results(model, train(model, optimizers))
     return results
-
-
-@pytest.fixture(scope="session")
-def tiny_experts(tmp_path_factory):
-    """Folder of a random Qwen3-MoE of two layers with four experts, fused in tensors of three dims."""
-    folder = tmp_path_factory.mktemp("tiny_experts")
-    torch.manual_seed(0)
-    config = Qwen3MoeConfig(
-        hidden_size=32,
-        intermediate_size=48,
-        moe_intermediate_size=24,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        num_experts=4,
-        num_experts_per_tok=2,
-        vocab_size=64,
-        initializer_range=0.1,
-    )
-    Qwen3MoeForCausalLM(config).save_pretrained(folder)
-    return folder
 
 
 @pytest.fixture(scope="module")

@@ -206,7 +206,7 @@ def test_optimizer_with_one_stage_parameters(folder, text, part):
 def test_non_elementwise_optimizers_are_rejected(folder, prepared):
     def on_rank():
         model = load(folder, "pp2")
-        with pytest.raises(UnsupportedError, match="LBFGS may combine values of all parameters"):
+        with pytest.raises(UnsupportedError, match="LBFGS is not supported: it combines values of all parameters"):
             optimizer = torch.optim.LBFGS(model.parameters())
             if prepared:
                 prepare_optimizer(optimizer)

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from transformers.trainer_callback import TrainerControl, TrainerState
 
-from ....data_parallel.distributed_optimizer import sharded, stepping_optimizer
+from ....data_parallel.distributed_optimizer import ShardedOptimizer, list_sharded, stepping_optimizer
 from ....diagnostics.run_record import (
     RunFacts,
     add_logs,
@@ -74,7 +74,7 @@ class RunCallback(ThroughputCallback, ToolCallback):
         self.memory_step, self.trace_step, self.stragglers = memory_step, trace_step, stragglers
         self._watch: StragglerWatch | None = None
         self._recorder = ToolOfStep()
-        self._held: Any = None
+        self._held: list[ShardedOptimizer] = []
 
     def on_train_begin(
         self,
@@ -101,7 +101,7 @@ class RunCallback(ThroughputCallback, ToolCallback):
             raise ConfigError(f"RunCallback: {answer[0]}")
         if dist.get_rank() == 0:
             facts.write(self.directory)
-        self._held = sharded(stepping_optimizer(optimizer))
+        self._held = list_sharded(stepping_optimizer(optimizer))
         super().on_train_begin(args, state, control, model=model)
         if self.stragglers:
             self._watch = StragglerWatch(model, optimizer, say=self._tell)
@@ -130,7 +130,7 @@ class RunCallback(ThroughputCallback, ToolCallback):
     def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         self._recorder.end(is_done=True)
         super().on_step_end(args, state, control)
-        if self._held is not None and self._held.step_was_skipped and dist.get_rank() == 0:
+        if any(held.step_was_skipped for held in self._held) and dist.get_rank() == 0:
             # Trainer leaves non-finite losses out of its logs.
             add_skipped(self.directory, state.global_step)
 
