@@ -58,11 +58,14 @@ class PipelineOutput(ModelOutput):
                 f"outputs.{name} of a pipelined model: each stage has the states of its own layers. Load the model "
                 "with pp_size=1."
             )
-        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        raise _OffStageOutputError(
+            f"{type(self).__name__!r} object has no attribute {name!r}: a pipelined model returns "
+            f"{', '.join(VALUES_OF_ROWS)} and losses. Load the model with pp_size=1."
+        )
 
 
 class _OffStageOutputError(UnsupportedError, AttributeError):
-    """Access to an output that only one stage has; `hasattr` returns False."""
+    """Access to an output that is not on every stage; `hasattr` returns False."""
 
 
 # Fields `[batch, ...]`, in the order of transformers' output classes.

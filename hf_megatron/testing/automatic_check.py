@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from ..core.layouts import parse_layouts
-from ..errors import MegatronError
+from ..errors import ConfigError, MegatronError
 from ..models.fingerprint import describe_model, is_stock_class
 from .cases import resolve_case
 from .check import check_layouts, minimum_layers
@@ -34,6 +34,12 @@ def run_request(path: str) -> int:
         results = check_layouts(
             config, task, model_class, layouts, name=model_class.__name__, layers=minimum_layers(layouts)
         )
+    except ConfigError as error:
+        print(
+            f"{error}\nThe check calls {model_class.__name__} with its model type's inputs and labels only. Give other "
+            "arguments of its forward a default with which it computes a loss."
+        )
+        return 1
     except MegatronError as error:
         print(error)
         return 1

@@ -169,7 +169,15 @@ def test_class_with_the_name_of_a_stock_class_is_not_verified(folder):
     run_ranks(on_rank, 2)
 
 
-@pytest.mark.parametrize("fields", [{"suppress_tokens": [1, 2]}, {"suppress_tokens": None}])
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"suppress_tokens": [1, 2]},
+        {"suppress_tokens": None},
+        {"suppress_tokens": [], "begin_suppress_tokens": [3, 4]},
+        {"begin_suppress_tokens": None},
+    ],
+)
 def test_fields_read_by_generation_only_do_not_count(fields):
     """Regression: public checkpoints of Whisper have such fields, and were not verified."""
     config = tiny_config(CONFIG_MAPPING["whisper"]())
@@ -180,9 +188,10 @@ def test_fields_read_by_generation_only_do_not_count(fields):
         from transformers import AutoModelForSpeechSeq2Seq
 
         layout = MegatronConfig(tp_size=2, unverified="raise")
-        return AutoModelForSpeechSeq2Seq.from_config(config, megatron_config=layout).config.suppress_tokens
+        model = AutoModelForSpeechSeq2Seq.from_config(config, megatron_config=layout)
+        return {name: getattr(model.config, name) for name in fields}
 
-    assert run_ranks(on_rank, 2) == [fields["suppress_tokens"]] * 2
+    assert run_ranks(on_rank, 2) == [fields] * 2
 
 
 def test_unrecorded_layout_of_a_stock_class_is_checked(folder, monkeypatch):

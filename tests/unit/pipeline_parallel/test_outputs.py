@@ -14,5 +14,7 @@ def test_single_stage_outputs_are_rejected_by_name(name):
 
 
 def test_other_names_are_attribute_errors():
-    with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
-        _ = PipelineOutput().nothing
+    """Such as the value of a value head; the error lists what a pipeline returns."""
+    with pytest.raises(AttributeError, match="has no attribute 'value': .* returns logits, .*pp_size=1"):
+        _ = PipelineOutput().value
+    assert getattr(PipelineOutput(), "value", None) is None
