@@ -11,11 +11,11 @@ from .runs import compare_runs, make_inputs, run_forked
 
 # The distributed optimizer (ZeRO-1) is the default.
 LAYOUTS = {
-    "alpaca": ["tp2", "pp2", "dp2+zero3"],
-    "fastchat": ["tp2", "dp2"],
-    "qwen": ["tp2", "pp2", "dp2+zero3"],
-    "qwen-lora": ["tp2", "pp2"],
-    "llava-lora": ["tp2"],
+    "alpaca": ["tp2", "pp2", "cp2", "dp2", "dp2+zero3", "tp2+dp2"],
+    "fastchat": ["tp2", "pp2", "dp2", "dp2+zero3"],
+    "qwen": ["tp2", "pp2", "dp2", "dp2+zero3"],
+    "qwen-lora": ["tp2", "pp2", "dp2", "dp2+zero3"],
+    "llava-lora": ["tp2", "pp2", "dp2"],
 }
 
 
