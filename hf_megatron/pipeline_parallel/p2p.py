@@ -55,10 +55,15 @@ def _get_shapes(tensors: tuple[Tensor, ...]) -> Shapes:
 
 @dataclass
 class Arriving:
-    """Tensors that are being received."""
+    """Tensors that are being received.
+
+    Attributes:
+        waited_ranks: the rank of the job that sends them.
+    """
 
     tensors: tuple[Tensor, ...]
     works: list[Any]
+    waited_ranks: tuple[int, ...]
     layout: str = ""
 
     def wait(self) -> tuple[Tensor, ...]:
@@ -137,7 +142,7 @@ class Transport:
         """Starts receiving tensors of known shapes."""
         tensors = tuple(torch.empty(shape, dtype=dtype, device=self.device) for shape, dtype in shapes)
         works = [work for tensor in tensors for work in self._start(dist.irecv, tensor, peer, tag)]
-        return Arriving(tensors, works, layout)
+        return Arriving(tensors, works, (dist.get_global_rank(self.group, peer),), layout)
 
     def broadcast(self, tensors: tuple[Tensor, ...], source: int, layout: str = "") -> Message:
         """Broadcasts a message, with tensors of any shape, from one rank of the group; collective.

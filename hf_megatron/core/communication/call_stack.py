@@ -5,18 +5,22 @@ import sys
 import traceback
 from types import FrameType, TracebackType
 
+import torch.distributed as dist
+
 from ...compat.torch_distributed import group_description
 
 _COMMUNICATION = ("torch.distributed", "hf_megatron.core.communication", "hf_megatron.compat.torch_distributed")
+_PIPELINE = ("hf_megatron.pipeline_parallel.p2p", "hf_megatron.pipeline_parallel.tied_weight_grads")
 # Modules that block on a message from another rank, including those that call point-to-point operations.
 _WAITING = (
     *_COMMUNICATION,
-    "hf_megatron.pipeline_parallel.p2p",
-    "hf_megatron.pipeline_parallel.tied_weight_grads",
+    *_PIPELINE,
     "hf_megatron.expert_parallel.all_to_all",
     "hf_megatron.data_parallel.grad_reducer",
     "hf_megatron.data_parallel.param_gather",
 )
+# Functions that wait for one other rank of a group, not for all.
+_POINT_TO_POINT = frozenset(("send", "recv", "isend", "irecv", "batch_isend_irecv", "send_object", "recv_object"))
 # Functions that every rank of a replica must call; a rank inside one of them waits for the others.
 COLLECTIVE_CALLS = frozenset(
     (
@@ -67,6 +71,31 @@ def operation(frames: list[FrameType]) -> str | None:
     # The calling function of this library is more informative than the caller of backward.
     caller = callers[-1] if callers else frames[outer] if outer < len(frames) else None
     return f"{name}{over}{f' in {_name(caller)}' if caller else ''}{user_line(frames)}"
+
+
+def find_waited_ranks(frames: list[FrameType]) -> list[int] | None:
+    """Returns the ranks on which the communication depends that a stack, innermost frame first, waits in.
+
+    Returns:
+        `list[int]`: the ranks of the collective's group, or the attribute `waited_ranks` of the object whose method
+        waits; `None` if they are not known.
+    """
+    for frame in frames:
+        if not is_in_packages(frame, ("torch", *_WAITING)):
+            break
+        here = frame.f_locals
+        ranks = getattr(here.get("self"), "waited_ranks", None)
+        if ranks is not None:
+            return list(ranks)
+        if frame.f_code.co_name.removesuffix("_list") in _POINT_TO_POINT or is_in_packages(frame, _PIPELINE):
+            # These wait for one rank of their group.
+            return None
+        for group in (here.get("group"), getattr(here.get("self"), "group", None)):
+            if isinstance(group, dist.ProcessGroup):
+                return dist.get_process_group_ranks(group)
+        if here.get("group", here) is None and is_in_packages(frame, ("torch.distributed.distributed_c10d",)):
+            return list(range(dist.get_world_size()))
+    return None
 
 
 def is_in_communication(frame: FrameType) -> bool:

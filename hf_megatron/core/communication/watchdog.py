@@ -31,7 +31,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ...compat.torch_distributed import default_store, set_group_timeouts
 from ...errors import RankError
-from .call_stack import describe_location, operation, traceback_frames, user_call
+from .call_stack import describe_location, find_waited_ranks, operation, traceback_frames, user_call
 from .diverged_calls import BLOCKED_SECONDS, describe_diverged_calls
 from .flight_recorder import record_path, write_flight_record
 
@@ -167,20 +167,21 @@ class RankWatchdog(threading.Thread):
         frames = [] if frame is None else [each for each, _ in traceback.walk_stack(frame)]
         waits = operation(frames)
         stack = (self.steps, *((each.f_code, each.f_lasti) for each in frames))
-        beat = {
+        beat: dict[str, Any] = {
             "beat": self._beats,
             "steps": self.steps,
             "time": time.strftime("%H:%M:%S"),
             "waits": waits,
             "at": waits or describe_location(frames),
-            "is_blocked": waits is not None and self._is_blocked(stack, frames[0]),
+            "blocked_seconds": 0.0 if waits is None else self._count_blocked_seconds(stack, frames[0]),
+            "waited_ranks": None if waits is None else find_waited_ranks(frames),
             "call": user_call(frames),
         }
         self._store.set(f"beat/{self.rank}", json.dumps(beat))
         self._look_for_failure()
         if not self._leaving:
             self._look_for_stall(stack, waits)
-            if self._first is None and beat["is_blocked"]:
+            if self._first is None and beat["blocked_seconds"] > BLOCKED_SECONDS:
                 self._look_for_diverged_calls(beat)
 
     def _look_for_failure(self) -> None:
@@ -192,16 +193,16 @@ class RankWatchdog(threading.Thread):
             self._store.set(f"seen/{self.rank}", "")
             self._stopped = True
 
-    def _is_blocked(self, stack: tuple[Any, ...], frame: FrameType) -> bool:
-        """Returns whether the main thread has been in one call of a collective for `BLOCKED_SECONDS`."""
+    def _count_blocked_seconds(self, stack: tuple[Any, ...], frame: FrameType) -> float:
+        """Returns for how long the main thread has been in one call of a collective."""
         stall, now = self._stall, time.monotonic()
         # A loop repeats its stack, but each call has its own frame. Keep the frame, and thereby the call's tensors,
         # only once the stack stays the same.
         if stack != stall.stack or now - stall.since < 2 * INTERVAL:
-            return False
+            return 0.0
         if stall.frame is not frame:
             stall.frame, stall.frame_since = frame, now
-        return now - stall.frame_since > BLOCKED_SECONDS
+        return now - stall.frame_since
 
     def _look_for_diverged_calls(self, beat: dict[str, Any]) -> None:
         """Ends the job if its ranks wait for each other in different calls; the lowest running rank looks for it."""

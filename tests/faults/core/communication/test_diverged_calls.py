@@ -26,8 +26,8 @@ PP2 = MegatronConfig(pp_size=2, timeout=LONG)
 def start(tmp_path):
     jobs = []
 
-    def function(name, *args):
-        jobs.append(Job(tmp_path / name, 2, *args))
+    def function(name, *args, world_size=2):
+        jobs.append(Job(tmp_path / name, world_size, *args))
         return jobs[-1]
 
     yield function
@@ -115,6 +115,17 @@ def test_call_on_one_rank_ends_job(tiny, tmp_path, start, call):
         last = job.text(rank).strip().splitlines()[-1]
         assert re.search(rf"rank 0 in {call}\(\) \({line}\), rank 1 in \w+\(\) \({line}\)", last), job.text(rank)
         assert f"Call {call}() on every rank" in last
+
+
+@pytest.mark.slow
+def test_messages_of_other_ranks_do_not_delay_the_end(tiny, tmp_path, start):
+    """On tp2 x pp2, ranks of the second stage wait for the first one, of which one rank generates alone."""
+    layout = MegatronConfig(tp_size=2, pp_size=2, timeout=LONG)
+    job = start("generate", generate_in_callback, tiny, tmp_path, layout, world_size=4)
+    assert job.wait(6 * BUSY_SECONDS) == dict.fromkeys(range(4), 1), job.text(0)
+    for rank in range(4):
+        assert job.seconds_after_fault(0) < 10.0 + 2 * BUSY_SECONDS
+        assert "Call generate() on every rank" in job.text(rank).strip().splitlines()[-1]
 
 
 def test_call_on_every_rank_works(tiny, tmp_path):
