@@ -209,8 +209,12 @@ class SOAP(torch.optim.Optimizer):
                 other = [index for index in range(grad.dim()) if index != dim]
                 matrix.lerp_(torch.tensordot(grad, grad, dims=(other, other)), 1 - group["betas"][1])
         if state["Q"] is None or state["step"] % group["precondition_frequency"] == 0:
+            # Published with one small number on the diagonal. Different ones determine the eigenvectors also where the
+            # gradient has a smaller rank; otherwise its round-off would.
             state["Q"] = [
-                torch.linalg.eigh(matrix + 1e-6 * torch.eye(len(matrix))).eigenvectors.flip(1) if len(matrix) else []
+                torch.linalg.eigh(matrix + torch.linspace(0.01, 0.02, len(matrix)).diag()).eigenvectors.flip(1)
+                if len(matrix)
+                else []
                 for matrix in state["GG"]
             ]
 
@@ -318,7 +322,7 @@ ROWS = {
     "Shampoo": TableRow(
         lambda model: [Shampoo(model.parameters(), lr=1e-2)], "a Shampoo by matrix (d)", layer_wise=True
     ),
-    "SOAP": TableRow(lambda model: [SOAP(model.parameters(), lr=1e-3)], "SOAP (d)", ROUNDED_LIMIT, layer_wise=True),
+    "SOAP": TableRow(lambda model: [SOAP(model.parameters(), lr=1e-3)], "SOAP (d)", layer_wise=True),
     "transformers Adafactor": TableRow(_transformers_adafactor, "transformers' Adafactor"),
     "bitsandbytes AdamW": TableRow(_bitsandbytes, "bitsandbytes' AdamW"),
     "bitsandbytes AdamW8bit": TableRow(_bitsandbytes_8bit, "bitsandbytes' AdamW8bit", ROUNDED_LIMIT),
