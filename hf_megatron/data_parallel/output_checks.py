@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from ..compat.shared import Shared
 from ..compat.torch_autograd import is_functional, leave_uncompiled
+from ..compat.torch_dtensor import local_tensor
 from ..compat.torch_memory import is_fake
 from ..core.axes import REPLICA_AXES
 from ..core.communication.rank_errors import gather
@@ -116,7 +117,7 @@ class OutputComparison(Shared):
         is_rerunning = engine is not None and engine.is_rerunning
         parameters = list(model.parameters())
         # A dry run has no other ranks.
-        self.is_done = any(map(is_fake, parameters))
+        self.is_done = any(is_fake(local_tensor(parameter)) for parameter in parameters)
         is_plain = not self.is_done and not any(map(is_functional, parameters))
         return is_plain and model is self.model and torch.is_grad_enabled() and not is_rerunning
 
