@@ -4,7 +4,7 @@ The adapter becomes part of the model, without a `PeftModel` around it, and `sav
 """
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -120,19 +120,40 @@ def load_adapter(original: Callable, self: Any, *args: Any, **kwargs: Any) -> An
     )
 
 
-def save_loaded_adapter(model: Any, folder: Any) -> None:
-    """Writes the adapter that transformers has loaded into a model, in PEFT's format, from rank 0; collective."""
+def save_loaded_adapter(
+    model: Any,
+    folder: Any,
+    *,
+    state_dict: Mapping[str, Any] | None = None,
+    is_main_process: bool = True,
+    save_peft_format: bool = True,
+) -> None:
+    """Writes the adapter that transformers has loaded into a model, from rank 0.
+
+    Collective, except with a state dict: rank 0 writes its full tensors, and other ranks return at once.
+
+    Args:
+        save_peft_format (`bool`): whether the names in the file are PEFT's, or the model's.
+    """
     import torch.distributed as dist
     from peft import get_peft_model_state_dict
     from safetensors.torch import save_file
 
+    from .saving import require_full_adapter
+
     [adapter, *others] = model.active_adapters()
     if others:
         raise ValueError("Multiple active adapters detected. Select one with set_adapter() and save it.")
-    weights = get_peft_model_state_dict(model, adapter_name=adapter)
-    if dist.get_rank() == 0:
+    if state_dict is not None:
+        state_dict = require_full_adapter(state_dict)
+    prefix = _WRAPPED if save_peft_format else ""
+    writes = dist.get_rank() == 0 and is_main_process
+    if state_dict is None or writes:
+        weights = get_peft_model_state_dict(model, state_dict=state_dict, adapter_name=adapter)
+    if writes:
         Path(folder).mkdir(parents=True, exist_ok=True)
         model.peft_config[adapter].save_pretrained(folder)
-        named = {f"{_WRAPPED}{name}": weight.cpu().contiguous() for name, weight in weights.items()}
+        named = {f"{prefix}{name}": weight.cpu().contiguous() for name, weight in weights.items()}
         save_file(named, Path(folder, "adapter_model.safetensors"), metadata={"format": "pt"})
-    dist.barrier()
+    if state_dict is None:
+        dist.barrier()

@@ -4,6 +4,8 @@ import shutil
 
 import pytest
 import torch
+import torch.distributed as dist
+from accelerate import Accelerator
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM, pipeline
@@ -120,10 +122,16 @@ def test_adapters_that_are_not_loaded_are_detected(stories, adapter, monkeypatch
         assert_equal(stories, adapter, "tp2", lambda text: load_into(stories, adapter, text))
 
 
+@pytest.mark.parametrize("saves_alone", [False, True])
 @pytest.mark.parametrize("text", ["tp2", "pp2"])
-def test_loaded_adapters_are_saved(stories, adapter, tmp_path, text):
+def test_loaded_adapters_are_saved(stories, adapter, tmp_path, text, saves_alone):
     def on_rank():
-        load_into(stories, adapter, text).save_pretrained(tmp_path)
+        model = load_into(stories, adapter, text)
+        if not saves_alone:
+            model.save_pretrained(tmp_path)
+        state_dict = Accelerator(cpu=True).get_state_dict(model) if saves_alone else None
+        if saves_alone and dist.get_rank() == 0:
+            model.save_pretrained(tmp_path, state_dict=state_dict)
 
     run_ranks(on_rank, 2)
     saved, expected = (load_file(folder / "adapter_model.safetensors") for folder in (tmp_path, adapter))
