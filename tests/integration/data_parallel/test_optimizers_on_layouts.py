@@ -158,7 +158,7 @@ def resumed(dense, tiny_experts, tmp_path_factory):
 @pytest.mark.parametrize("chain", CHAINS)
 @pytest.mark.parametrize("name", RESUMED)
 def test_state_resumes_on_other_layouts(resumed, name, chain):
-    """A run with one step on each layout equals the uninterrupted run; a checkpoint that was only moved is unchanged."""
+    """A run across all layouts equals the uninterrupted one; a checkpoint that was only moved is unchanged."""
     path, links, folder = resumed(chain)
     model = load(path, None)
     optimizers = prepare(name, model)
