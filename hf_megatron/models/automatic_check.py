@@ -105,8 +105,8 @@ def _check_or_read(model: Any, description: Description, layouts: str, path: Pat
         path.parent.mkdir(parents=True, exist_ok=True)
         content = {"class": name, "layouts": layouts, "versions": tested_versions(), "result": asdict(result)}
         replace_file(path, lambda partial: partial.write_text(json.dumps(content, indent=1), "utf-8"))
-    judgment = "equal to" if passed else "not equal to"
-    _print(f"{name} on {layouts}: {judgment} a single process, checked in {result.seconds} s.")
+    judgment = "equal to a single process" if passed else "not shown to equal a single process"
+    _print(f"{name} on {layouts}: {judgment}, checked in {result.seconds} s.")
     return result
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from transformers.utils import ModelOutput
 
 from ..checkpoint.gather_full import gather_parameter
 from ..compat.torch_dtensor import local_tensor
@@ -19,6 +20,8 @@ from ..data_parallel.batch_norm import batch_norms
 from ..data_parallel.distributed_optimizer import prepare_optimizer
 from ..data_parallel.grad_norm import gradient_norm
 from ..data_parallel.output_checks import skip_comparison
+from ..errors import ConfigError
+from ..losses.inline_losses import get_output_loss
 from ..models.fingerprint import silence
 from ..models.modalities.sample_index import modality_names, multimodal_samples
 from ..models.type_facts import get_type_facts
@@ -196,7 +199,12 @@ def compute_batch_loss(
     rows = batch if shared else _samples_on_this_rank(model, batch)
     output = model(**rows)
     if not is_base_model(unwrap_parallel_model(model)):
-        return output.loss / batches, output.loss.detach() / batches
+        # Classes of a script may return a plain dict or a tuple.
+        plain = isinstance(output, (dict, tuple)) and not isinstance(output, ModelOutput)
+        loss = get_output_loss(output, takes_loss=True) if plain else output.loss
+        if loss is None:
+            raise ConfigError(f"{type(model).__name__} returns no loss for {', '.join(sorted(rows))}.")
+        return loss / batches, loss.detach() / batches
     values = output.last_hidden_state * rows["attention_mask"][..., None]
     # Targets around zero, so that gradients have both signs.
     loss = (values - torch.linspace(-1, 1, values.shape[-1], device=values.device)).square().sum()

@@ -163,6 +163,13 @@ class LlamaWithOptionalValue(LlamaWithValue):
         return outputs
 
 
+class LlamaWithDict(LlamaWithOptionalValue):
+    """Returns a plain dict."""
+
+    def forward(self, *args, **kwargs):
+        return dict(super().forward(*args, **kwargs))
+
+
 def check_class(folder, tmp_path, model_class):
     """Runs the check of a model that is loaded on tp2, without its subprocess; returns its exit code."""
     with torch.device("meta"):
@@ -185,3 +192,7 @@ def test_check_needs_a_loss_without_returns(folder, tmp_path, capsys):
     assert "The check calls LlamaWithValue with its model type's inputs and labels only. Give other arguments" in report
     # Follows the advice.
     assert check_class(folder, tmp_path, LlamaWithOptionalValue) == 0, capsys.readouterr().out
+
+
+def test_check_accepts_outputs_in_a_dict(folder, tmp_path, capsys):
+    assert check_class(folder, tmp_path, LlamaWithDict) == 0, capsys.readouterr().out
