@@ -22,7 +22,7 @@ from ...parallel_state import parallel_state, unwrap_parallel_model
 from ..peft.checkpoints import adapted_module, load_weights, save_training_state
 from ..transformers.model_cards import write_model_card
 from .batch_shards import find_sampler
-from .shuffled_order import SharedOrderSampler
+from .shuffled_order import SharedOrder
 
 # Accelerate's automatic name, and that of a second save.
 _AUTOMATIC_NAME = re.compile(r"checkpoint_(\d+)(?:\.\d+)?")
@@ -134,8 +134,8 @@ def _data_state(loader: Any) -> dict[str, Any]:
     sampler = _sampler(loader)
     state: dict[str, Any] = {"iteration": loader.iteration}
     order = find_sampler(loader)
-    if isinstance(order, SharedOrderSampler):
-        state["order_seed"] = order.order_seed
+    if isinstance(order, SharedOrder):
+        state["order_start"] = order.order_start
     if sampler is not None:
         state |= {"epoch": sampler.epoch, "initial_seed": sampler.initial_seed}
     if getattr(loader, "use_stateful_dataloader", False):
@@ -146,8 +146,8 @@ def _data_state(loader: Any) -> dict[str, Any]:
 def _load_data_state(loader: Any, state: dict[str, Any]) -> None:
     loader.iteration = state["iteration"]
     order = find_sampler(loader)
-    if isinstance(order, SharedOrderSampler):
-        order.saved_seed = state.get("order_seed")
+    if isinstance(order, SharedOrder):
+        order.saved_start = state.get("order_start")
     sampler = _sampler(loader)
     if sampler is not None and "epoch" in state:
         sampler.epoch, sampler.initial_seed = state["epoch"], state["initial_seed"]

@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.utils import DataLoaderConfiguration, set_seed
-from torch.utils.data import DataLoader, RandomSampler
+from torch.utils.data import DataLoader, RandomSampler, SubsetRandomSampler, WeightedRandomSampler
 from transformers import AutoModelForSequenceClassification
 
 from hf_megatron import MegatronPlugin
@@ -45,8 +45,16 @@ def draw_with_replacement(data):
     return RandomSampler(data, replacement=True, num_samples=12)
 
 
+def draw_weighted(data):
+    return WeightedRandomSampler([1.0 + index for index in range(len(data))], len(data), replacement=False)
+
+
+def draw_subset(data):
+    return SubsetRandomSampler(range(len(data)))
+
+
 @pytest.mark.parametrize("name", WORLDS)
-@pytest.mark.parametrize("sampler", [None, draw_with_replacement])
+@pytest.mark.parametrize("sampler", [None, draw_with_replacement, draw_weighted, draw_subset])
 def test_order_matches_single_process(name, sampler):
     [expected] = run_ranks(read_epochs, 1, None, sampler)
     assert len(set(map(tuple, expected))) == len(expected)
@@ -61,9 +69,10 @@ def test_order_of_a_configured_loader_matches_single_process(seedable):
 
 
 @pytest.mark.parametrize("name", ["tp2", "dp2"])
-def test_ranks_with_other_seeds_follow_the_first(name):
-    [expected] = run_ranks(read_epochs, 1, None)
-    assert run_ranks(read_epochs, 2, name, rank_seed=1) == [expected] * 2
+@pytest.mark.parametrize("sampler", [None, draw_weighted, draw_subset])
+def test_ranks_with_other_seeds_follow_the_first(name, sampler):
+    [expected] = run_ranks(read_epochs, 1, None, sampler)
+    assert run_ranks(read_epochs, 2, name, sampler, rank_seed=1) == [expected] * 2
 
 
 def draw_on_each_rank(patch):
