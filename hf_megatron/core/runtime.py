@@ -6,6 +6,8 @@ launch      parallelizes the models of a script that does not pass `megatron_con
 context     the module whose forward shards the sequence over cp
 awaits_backward, has_warned_of_collective
             whether a script's collectives are watched now, and whether one was reported (`torch/default_group.py`)
+unprepared_step
+            class of an optimizer that steps on shards without being prepared, while it does
 """
 
 import weakref
@@ -22,6 +24,7 @@ class Runtime:
     context: Any = None
     awaits_backward: bool = False
     has_warned_of_collective: bool = False
+    unprepared_step: str | None = None
     _models: list[weakref.ref] = field(default_factory=list)
 
     @property

@@ -15,6 +15,7 @@ from .combined_optimizers import COMBINED
 from .engine import get_engine, get_reducer
 from .main_params import HALF
 from .model_parameters import MARK, reject_replaced
+from .optimizer_classes import is_elementwise, is_layer_wise
 
 _LISTED = "_hf_megatron_listed"
 # Attribute of the parameters of a stock model whose config asks for fp32 main params.
@@ -81,10 +82,14 @@ def before_unprepared_step(optimizer: torch.optim.Optimizer, args: tuple, kwargs
             f"{type(optimizer).__name__} is not prepared for a data parallel model. Pass it through "
             "accelerator.prepare(...) or hf_megatron.prepare_optimizer(optimizer)."
         )
+    is_known = is_elementwise(type(optimizer)) or is_layer_wise(type(optimizer))
+    if engine is not None and not is_known and any(map(engine.parameters.is_split, parameters)):
+        RUNTIME.unprepared_step = type(optimizer).__name__
 
 
 def after_unprepared_step(optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict[str, Any]) -> None:
     """Restores the off-stage parameters in an unprepared optimizer's groups."""
+    RUNTIME.unprepared_step = None
     listed = vars(optimizer).pop(_LISTED, ())
     for group, parameters in zip(optimizer.param_groups, listed, strict=bool(listed)):
         group["params"] = parameters

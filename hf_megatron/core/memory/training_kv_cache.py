@@ -6,11 +6,12 @@ documents, which are marked by their positions, as one: the loss of a plain loop
 
 import dataclasses
 import inspect
+import operator
 from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers.utils import ModelOutput
 
 from ...compat.shared import Shared
@@ -45,7 +46,7 @@ def leave_out_in_training(model: Any, hooks: ForwardHooks, *, pipelined: bool, a
     """
     names = list(inspect.signature(type(model).forward).parameters)[1:]
     if "use_cache" in names:
-        hook = _Hook(names, pipelined, always)
+        hook = _Hook(names, pipelined, always, RepeatedLayers(model))
         hooks.add("kv cache", hook.before, hook.after)
 
 
@@ -73,8 +74,9 @@ def reject_cache(model: Any, hooks: ForwardHooks, why: str) -> None:
 class _Hook(Shared):
     """Forward hooks that omit the cache and put a placeholder into the output; `names` are the forward's arguments."""
 
-    def __init__(self, names: list[str], pipelined: bool, always: bool):
+    def __init__(self, names: list[str], pipelined: bool, always: bool, repeated_layers: "RepeatedLayers"):
         self.names, self.pipelined, self.always = names, pipelined, always
+        self.repeated_layers = repeated_layers
         # Whether the single-process model would return a cache from the current forward.
         self.expected = False
 
@@ -94,6 +96,7 @@ class _Hook(Shared):
             return None
         if has_one:
             _reject_documents(model, arguments)
+            self.repeated_layers.reject()
         return args, {**kwargs, "use_cache": False}
 
     def after(self, model: Any, args: tuple, output: Any) -> Any:
@@ -104,6 +107,50 @@ class _Hook(Shared):
         values = {field.name: getattr(output, field.name) for field in dataclasses.fields(output)}
         unavailable = {name: UnavailableCache() for name in _CACHES if name in values and values[name] is None}
         return type(output)(**values | unavailable) if unavailable else None
+
+
+class RepeatedLayers(Shared):
+    """Search for layers that were repeated after loading and share one entry of the cache."""
+
+    def __init__(self, model: nn.Module):
+        self._stacks = [
+            (module, name)
+            for module in model.modules()
+            for name, child in module.named_children()
+            if isinstance(child, nn.ModuleList) and any(_cache_entry(layer) is not None for layer in child)
+        ]
+        self._known = self._list_layers()
+        # Layers of the model's own class may share entries (Zamba 2).
+        self._shared = self._find()
+
+    def _list_layers(self) -> list[nn.Module]:
+        return [layer for module, name in self._stacks for layer in getattr(module, name, None) or ()]
+
+    def _find(self) -> set[tuple[str, int]]:
+        shared = set()
+        for module, name in self._stacks:
+            entries = [_cache_entry(layer) for layer in getattr(module, name, None) or ()]
+            shared |= {(name, entry) for entry in entries if entry is not None and entries.count(entry) > 1}
+        return shared
+
+    def reject(self) -> None:
+        """Raises `UnsupportedError` if layers were repeated."""
+        layers = self._list_layers()
+        if len(layers) == len(self._known) and all(map(operator.is_, layers, self._known)):
+            return
+        if added := sorted(self._find() - self._shared):
+            name, entry = added[0]
+            raise UnsupportedError(
+                f"Several of {name} have layer_idx = {entry}: a single process joins their keys in the cache that "
+                "use_cache=True creates. Give each layer a layer_idx of its own, or set model.config.use_cache = False."
+            )
+        self._known = layers
+
+
+def _cache_entry(layer: nn.Module) -> int | None:
+    """Returns the entry of the cache that a layer writes to."""
+    indices = (getattr(module, "layer_idx", None) for module in layer.modules())
+    return next((index for index in indices if isinstance(index, int)), None)
 
 
 def leave_out(model: Any, arguments: dict[str, Any]) -> None:

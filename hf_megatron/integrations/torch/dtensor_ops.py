@@ -221,6 +221,12 @@ def _run_on_reduced(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     return _stock(func, (_all_reduced(args[0]), *args[1:]), kwargs)
 
 
+def _norms(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+    # Norms along a split dim are partial results that DTensor adds up as if they were partial sums.
+    result = _stock(func, args, kwargs)
+    return _all_reduced(result) if result.dim() else result
+
+
 def _cumulate(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     tensor, dim = args[:2]
     return _stock(func, (tensor, dim % max(tensor.dim(), 1), *args[2:]), kwargs)
@@ -375,6 +381,7 @@ class ShardedTensorOps:
             **dict.fromkeys(_NEEDS_REDUCED, partial(_for_own, _run_on_reduced)),
             **dict.fromkeys(_EDITS, partial(_for_own, _edit)),
             **dict.fromkeys(_CUMULATIVE, partial(_for_own, _cumulate)),
+            _aten.linalg_vector_norm.default: partial(_for_own, _norms),
             **dict.fromkeys(list_collectives(), partial(_for_own, _communicate)),
             **dict.fromkeys(_EDITS_OF_LISTS, partial(_for_own, _edit_list)),
             _aten._local_scalar_dense.default: partial(_for_own, _read),

@@ -4,9 +4,10 @@ from dataclasses import replace
 
 import pytest
 import torch
+import torch.distributed as dist
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from hf_megatron import ConfigError, MegatronConfig, prepare_optimizer
+from hf_megatron import ConfigError, MegatronConfig, UnsupportedError, prepare_optimizer
 from hf_megatron.core.fork_harness import run_ranks
 from hf_megatron.data_parallel import unprepared_steps
 from tests.helpers.dp_training import (
@@ -91,3 +92,45 @@ def test_moments_have_one_dtype_on_every_layout(stories, layout, keeps_fp32, dty
     config = replace(parse_layout(layout), fp32_main_params=keeps_fp32)
     for moments in run_ranks(_moments_on_ranks, count_ranks(config), stories, config, timeout=100):
         assert moments == [dtype]
+
+
+class SignDescent(torch.optim.Optimizer):
+    """A class of a script, for a single process or with a collective in its step."""
+
+    def __init__(self, parameters, communicates):
+        super().__init__(parameters, {})
+        self.communicates = communicates
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        if self.communicates:
+            dist.all_reduce(torch.zeros(1))
+        for parameter in self.param_groups[0]["params"]:
+            parameter.sub_(1e-3 * parameter.grad / (parameter.grad.norm() + 1e-6))
+
+
+def _descend(path, config, *, communicates=False, prepares=False):
+    arguments = {} if config is None else {"megatron_config": config}
+    model = AutoModelForCausalLM.from_pretrained(path, **arguments).train()
+    optimizer = SignDescent(model.parameters(), communicates)
+    if prepares:
+        optimizer = prepare_optimizer(optimizer, layer_wise=True)
+    losses = []
+    for seed in range(3):
+        loss = model(**make_batch(seed, 4)).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize("prepares", [False, True])
+def test_optimizer_that_communicates_is_replaced(stories, prepares):
+    def on_rank():
+        config = parse_layout("tp2")
+        with pytest.raises(UnsupportedError, match="SignDescent communicates over all ranks in its step"):
+            _descend(stories, config, communicates=True)
+        return _descend(stories, config, prepares=prepares)
+
+    assert run_ranks(on_rank, 2) == [pytest.approx(_descend(stories, None), rel=1e-5)] * 2

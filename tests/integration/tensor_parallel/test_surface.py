@@ -9,6 +9,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from hf_megatron import CheckpointError, ConfigError, MegatronConfig, UnsupportedError
 from hf_megatron.checkpoint.gather_full import full_state_dict, gather_to_first
 from hf_megatron.core.fork_harness import run_ranks
+from hf_megatron.integrations.torch import dtensor_ops
 from hf_megatron.parallelize import parallel_state
 
 TP2 = MegatronConfig(tp_size=2)
@@ -309,3 +310,64 @@ def test_parameter_without_sharding_raises_before_first_step(stories):
                 model.train(mode)(**make_batch())
 
     run_ranks(check, 2)
+
+
+NORMS = {
+    "columns": lambda weight: weight.norm(dim=0).sum(),
+    "rows": lambda weight: weight.norm(dim=1).sum(),
+    "weighted": lambda weight: 0.5 * torch.linalg.vector_norm(weight, dim=0).sum() + 1,
+    "mean": lambda weight: weight.norm(dim=1, keepdim=True).mean(),
+    "full": lambda weight: weight.norm(),
+}
+
+
+def sum_norms(model):
+    """Returns the value of each norm over four weights, and the gradients of their sum."""
+    weights = [model.get_parameter(f"model.layers.0.{name}.weight") for name in ("self_attn.q_proj", "mlp.down_proj")]
+    weights += [model.model.embed_tokens.weight]
+    values = [sum(norm(weight) for weight in weights) for norm in NORMS.values()]
+    sum(values).backward()
+    gradients = [
+        weight.grad.full_tensor() if hasattr(weight.grad, "full_tensor") else weight.grad for weight in weights
+    ]
+    return [value.item() for value in values], [gradient.clone() for gradient in gradients]
+
+
+def test_norms_along_a_dim(stories):
+    values, gradients = sum_norms(load(stories))
+    for rank_values, rank_gradients in run_ranks(lambda: sum_norms(load(stories, TP2)), 2):
+        assert rank_values == pytest.approx(values, rel=1e-5)
+        for gradient, expected in zip(rank_gradients, gradients, strict=True):
+            require_close(gradient, expected)
+
+
+def test_norms_of_shards_are_detected(stories, monkeypatch):
+    monkeypatch.setattr(dtensor_ops, "_norms", lambda func, args, kwargs: dtensor_ops._stock(func, args, kwargs))
+    with pytest.raises(AssertionError):
+        test_norms_along_a_dim(stories)
+
+
+@pytest.mark.parametrize("config", [TP2, MegatronConfig(dp_size=2)], ids=["tp2", "dp2"])
+def test_repeated_layers_need_an_entry_of_the_cache(stories, config):
+    """With the error's cures."""
+
+    def repeat(layout=None):
+        model = load(stories, layout).train()
+        model.model.layers[2] = copy.deepcopy(model.model.layers[1])
+        return model
+
+    def measure(model, renumbers):
+        if renumbers:
+            model.model.layers[2].self_attn.layer_idx = 2
+        else:
+            model.config.use_cache = False
+        return model(**make_batch()).loss.item()
+
+    def on_rank():
+        model = repeat(config)
+        with pytest.raises(UnsupportedError, match="Several of layers have layer_idx = 1"):
+            model(**make_batch())
+        return [measure(model if renumbers else repeat(config), renumbers) for renumbers in (True, False)]
+
+    expected = [measure(repeat(), renumbers) for renumbers in (True, False)]
+    assert run_ranks(on_rank, 2) == [pytest.approx(expected, rel=1e-5)] * 2
