@@ -26,6 +26,7 @@ COLLECTIVE_CALLS = frozenset(
     (
         *("from_pretrained", "from_config", "save_pretrained", "push_to_hub", "state_dict", "get_state_dict"),
         *("generate", "train", "evaluate", "predict", "save_model", "save_state", "load_state"),
+        "resize_token_embeddings",
     )
 )
 LIBRARIES = ("torch", "hf_megatron", "transformers", "accelerate", "trl", "peft", "contextlib", "threading", "runpy")

@@ -344,7 +344,7 @@ class RankWatchdog(threading.Thread):
         """Reports an error of this rank to the other ranks."""
         first = self._ask(lambda: self._report(report))
         if first["rank"] != self.rank and first["error"] == report["error"]:
-            self._say(f"rank {self.rank} failed like rank {first['rank']}.")
+            self._say(f"rank {self.rank} failed like rank {first['rank']}: {report['error']}")
             return
         show()
         self._say(f"rank {self.rank} failed {_after(self.steps)}: {report['error']}\nThe other ranks are notified.")

@@ -93,12 +93,21 @@ def take_state_dict(path, folder, layout):
     dist.barrier()
 
 
+def resize(path, folder, layout):
+    model = AutoModelForCausalLM.from_pretrained(path, megatron_config=layout)
+    if dist.get_rank() == 0:
+        print_fault()
+        model.resize_token_embeddings(model.config.vocab_size + 8)
+    dist.barrier()
+
+
 CASES = {
     "generate": (generate_in_callback, TP2),
     "save_pretrained": (save_in_callback, PP2),
     "evaluate": (evaluate_before_training, PP2),
     "from_pretrained": (load_again, TP2),
     "state_dict": (take_state_dict, TP2),
+    "resize_token_embeddings": (resize, TP2),
 }
 
 
