@@ -84,7 +84,7 @@ def require_verified(model: Any, state: PlannedModel, description: Description) 
         if dist.get_rank() == 0:
             warnings.warn(
                 f'{problem}\nIt is loaded without a comparison (unverified="allow"): loss and gradients may differ '
-                "from those of a single process.",
+                "from a single process.",
                 stacklevel=2,
             )
         return
