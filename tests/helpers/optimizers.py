@@ -26,7 +26,7 @@ LAYOUTS = {
 }
 # Round-off of fp32 sums in another order.
 LIMIT = 2e-4
-# Products in bf16, 8-bit states and eigenvectors amplify round-off of the gradients.
+# Products in bf16 and 8-bit states amplify round-off of the gradients.
 ROUNDED_LIMIT = 5e-2
 
 
