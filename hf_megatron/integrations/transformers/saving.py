@@ -30,11 +30,11 @@ def save_pretrained(
     if parallel_state(self) is None:
         return original(self, save_directory, *args, **kwargs)
     if getattr(self, "_hf_peft_config_loaded", False):
-        arguments = dict(zip(("is_main_process", "state_dict"), args, strict=False)) | kwargs
+        arguments = dict(zip(("is_main_process", "state_dict", "push_to_hub"), args, strict=False)) | kwargs
         names = ("is_main_process", "state_dict", "save_peft_format")
         named = {name: arguments[name] for name in names if name in arguments}
         save_loaded_adapter(self, save_directory, **named)
-        if kwargs.get("push_to_hub"):
+        if arguments.get("push_to_hub"):
             push_saved(save_directory, kwargs.get("token"), kwargs)
         return None
     card = functools.partial(write_model_card, self, repo_id=kwargs.get("repo_id"))
