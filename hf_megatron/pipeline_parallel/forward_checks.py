@@ -30,6 +30,9 @@ class CallChecks(Shared):
         self._leaving_out = [module for module in model.modules() if _LEFT_OUT in vars(module)]
         self._has_encoder = model.config.is_encoder_decoder
         self._takes_token_loss = isinstance(model.loss_function, TokenLoss) and uses_loss_function(model)
+        # Read now: a loss function that a script assigns later says nothing about the labels.
+        self._labels_are_tokens = isinstance(model.loss_function, TokenLoss)
+        self._classes = model.config.num_labels if model.loss_function in loss_functions() else 0
         # Resizing changes the shape of the sharding; wrapping the embedding renames it, and the last count stays.
         self._shardings = state.shardings
         self._embedding, self._tokens = _embedding(model, state)
@@ -59,7 +62,8 @@ class CallChecks(Shared):
                 raise ValueError(
                     f"labels {tuple(labels.shape)} for tokens {tuple(tokens.shape[:2])}: expected a label per token."
                 )
-        classes = 0 if labels is None else _count_classes(self.model)
+        # Resizing changes the vocabulary.
+        classes = self.model.config.get_text_config().vocab_size if self._labels_are_tokens else self._classes
         if labels is not None and not labels.is_floating_point() and classes > 1:
             require_tokens(labels, classes, "label", arguments.get("ignore_index", IGNORE_INDEX))
 
@@ -149,11 +153,3 @@ def _embedding(model: Any, state: ParallelState) -> tuple[str, int | None]:
         local_entry, state.mesh.host_group("pp"), "Counting the tokens that the first stage knows", error_type=RankError
     )
     return next((entry for entry in entries if entry is not None), ("", None))
-
-
-def _count_classes(model: Any) -> int:
-    """Returns the number of classes that labels choose from; 0 if unknown."""
-    config, kind = model.config, model.loss_function
-    if isinstance(kind, TokenLoss):
-        return config.get_text_config().vocab_size
-    return config.num_labels if kind in loss_functions() else 0
