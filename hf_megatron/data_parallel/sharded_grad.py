@@ -118,7 +118,9 @@ class ShardedGrad(ProxyTensor):
             if returns_view(func):
                 # The view is taken of the full gradient, and in-place edits of it are written back.
                 full = FullCopy(first, _read_full, _replace_full)
-                return full.views(func(full.tensor, *args[1:], **kwargs))
+                values = func(full.tensor, *args[1:], **kwargs)
+                if full.holds(values):
+                    return full.views(values)
         if is_collective(func):
             return run_on_full_copies(func, args, kwargs, ShardedGrad, _read_full, _replace_full)
         edited = writes_to(func, args, kwargs)

@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from ...compat.torch_autograd import returns_view, writes_to
 from ...compat.torch_distributed import is_collective
 from ...compat.torch_dtensor import local_tensor
+from ...compat.torch_memory import share_memory
 from ...errors import UnsupportedError
 from .full_collectives import run_on_full_copies
 from .full_tensor import copy_local_shard, gather_full_tensor
@@ -48,6 +49,10 @@ class FullCopy:
     def write(self) -> None:
         """Writes an edited copy back to the source."""
         self._write(self.tensor, self.source)
+
+    def holds(self, values: Any) -> bool:
+        """Returns whether all tensors, of any shapes, are views of the copy: `reshape` and `contiguous` may copy."""
+        return all(share_memory(value, self.tensor) for value in tree_leaves(values) if isinstance(value, Tensor))
 
     def views(self, values: Any) -> Any:
         """Wraps views of the copy, of any shapes, in the tensor type of the source."""
@@ -86,7 +91,9 @@ class WrittenBack(ProxyTensor):
         kwargs = kwargs or {}
         # A view of a view shares the full copy; no communication.
         if returns_view(func) and isinstance(args[0], WrittenBack):
-            return args[0].full_copy.views(func(args[0].value, *args[1:], **kwargs))
+            values = func(args[0].value, *args[1:], **kwargs)
+            if args[0].full_copy.holds(values):
+                return args[0].full_copy.views(values)
         if is_collective(func):
             return run_on_full_copies(func, args, kwargs, WrittenBack, _read, _write)
         views = [value for value in tree_leaves((args, kwargs)) if isinstance(value, WrittenBack)]

@@ -23,6 +23,8 @@ from .launch_keys import FIELD_PREFIX
 from .plugin import get_latest_layout, get_plugin_config, is_ours, parallelism_config, ranks_of_replica, replicas
 from .process_group import ensure_process_group
 
+_FILLED_AT_LOADING = ("cp_comm_type", "hierarchical_context_parallel_sizes")
+
 
 def _state(model: Any) -> Any:
     from ...parallel_state import parallel_state
@@ -167,7 +169,9 @@ def _require_same_layout(accelerator: Any, config: MegatronConfig) -> None:
         )
     plugin = getattr(accelerator, "_hf_megatron_plugin", None)
     loaded = config.to_dict()
-    expected = {} if plugin is None else plugin.to_dict() | {"dp_size": config.dp_size}
+    # Filled in at loading, from the number of ranks and of heads.
+    filled = ["dp_size", *(name for name in _FILLED_AT_LOADING if plugin is not None and getattr(plugin, name) is None)]
+    expected = {} if plugin is None else plugin.to_dict() | {name: loaded[name] for name in filled}
     if differing := [f"{k} = {loaded[k]!r} (plugin: {value!r})" for k, value in expected.items() if value != loaded[k]]:
         raise ConfigError(
             f"The model was loaded with {', '.join(differing)}. Load it with the plugin's config: "

@@ -22,7 +22,7 @@ from ...parallel_state import parallel_state, unwrap_parallel_model
 from ..peft.checkpoints import adapted_module, load_weights, save_training_state
 from ..transformers.model_cards import write_model_card
 from .batch_shards import find_sampler
-from .shuffled_order import SharedOrder
+from .shuffled_order import SharedOrder, skips_batches
 
 # Accelerate's automatic name, and that of a second save.
 _AUTOMATIC_NAME = re.compile(r"checkpoint_(\d+)(?:\.\d+)?")
@@ -202,7 +202,13 @@ def load_state(original: Callable, self: Any, input_dir: str | None = None, *arg
         _load_data_state(loader, state)
     restore = functools.partial(restore_random_state, models[0], path, self.step)
     restore()
-    _once_before_forward(models[0], restore)
+
+    def restore_in_epoch() -> None:
+        # The saved epoch had drawn its order before the state was saved. A new epoch draws it from the saved state.
+        if skips_batches(self.gradient_state.active_dataloader):
+            restore()
+
+    _once_before_forward(models[0], restore_in_epoch)
 
 
 def _once_before_forward(model: Any, action: Callable[[], None]) -> None:

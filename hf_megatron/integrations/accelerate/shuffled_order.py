@@ -134,7 +134,14 @@ def begin_order(loader: Any) -> None:
     """Continues the order of a saved epoch if the loader skips batches; called before each iteration."""
     sampler = find_sampler(loader)
     if isinstance(sampler, SharedOrder):
-        sampler.continues = any(isinstance(one, SkipBatchSampler) for one in list_samplers(loader))
+        sampler.continues = skips_batches(loader)
+
+
+def skips_batches(loader: Any) -> bool:
+    """Returns whether a data loader, or `None`, continues an epoch behind the batches that were read already."""
+    if loader is None:
+        return False
+    return getattr(loader, "skip_batches", 0) > 0 or any(isinstance(o, SkipBatchSampler) for o in list_samplers(loader))
 
 
 def end_order(original: Callable, self: Any) -> None:

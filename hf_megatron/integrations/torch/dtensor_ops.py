@@ -73,7 +73,10 @@ _OVERWRITING = (
     ),
 )
 # Operators that draw random numbers with probabilities from their input.
-_RANDOM_FROM_INPUT = (_aten.bernoulli.default, _aten.bernoulli.p, _aten.bernoulli_.Tensor)
+_RANDOM_FROM_INPUT = (
+    *(_aten.bernoulli.default, _aten.bernoulli.p, _aten.bernoulli_.Tensor),
+    *(_aten.rrelu_with_noise.default, _aten.rrelu_with_noise_.default),
+)
 # Backward operators of losses averaged over all entries.
 _MEAN_LOSS_BACKWARDS = (
     _aten.mse_loss_backward.default,
@@ -227,6 +230,11 @@ def _norms(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     return _all_reduced(result) if result.dim() else result
 
 
+def _find_any(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+    # DTensor describes ranks' results as terms of a sum: a cast before their reduction would count the ranks.
+    return _all_reduced(_stock(func, args, kwargs))
+
+
 def _cumulate(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     tensor, dim = args[:2]
     return _stock(func, (tensor, dim % max(tensor.dim(), 1), *args[2:]), kwargs)
@@ -336,6 +344,9 @@ def _on_full(func: Any, args: tuple, kwargs: dict[str, Any], read: Callable[[Any
     for tensor in edited:
         if isinstance(tensor, DTensor):
             copy_local_shard(full_tensors[id(tensor)], tensor)
+    # Most return what they edit; `rrelu_with_noise` edits the noise only.
+    if isinstance(result, Tensor) and not any(result is one for one in (*full_tensors.values(), *edited)):
+        return _shard_result(result, tensors[0])
     return edited[0]
 
 
@@ -382,6 +393,7 @@ class ShardedTensorOps:
             **dict.fromkeys(_EDITS, partial(_for_own, _edit)),
             **dict.fromkeys(_CUMULATIVE, partial(_for_own, _cumulate)),
             _aten.linalg_vector_norm.default: partial(_for_own, _norms),
+            **dict.fromkeys((_aten.any.default, _aten.any.dim, _aten.any.dims), partial(_for_own, _find_any)),
             **dict.fromkeys(list_collectives(), partial(_for_own, _communicate)),
             **dict.fromkeys(_EDITS_OF_LISTS, partial(_for_own, _edit_list)),
             _aten._local_scalar_dense.default: partial(_for_own, _read),

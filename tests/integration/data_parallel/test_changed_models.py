@@ -72,6 +72,8 @@ def repeat_layer(model):
     first, *others = model.model.layers
     model.model.layers = nn.ModuleList([first, first, *others])
     model.config.num_hidden_layers += 1
+    # Layers of one index share an entry of the cache, which raises before.
+    model.config.use_cache = False
 
 
 def reverse_layers(model):

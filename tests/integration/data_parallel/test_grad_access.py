@@ -162,6 +162,48 @@ def scatter_into_weights(loop):
     weight.data.copy_(torch.renorm(weight.data, 2, 0, 0.7))
 
 
+@make_weight_loop
+def prune_columns_without_large_entries(loop):
+    matrices = [parameter for parameter in loop.model.parameters() if parameter.dim() == 2]
+    loop.see("counted", sum((weight.data > 0.05).any() for weight in matrices).float())
+    loop.see("cast", (matrices[0].data > 0.05).any().int())
+    for weight in matrices:
+        # The columns that are kept are large on both shards.
+        weight.mul_((weight.abs() > 0.05).any(dim=0).float())
+
+
+@make_weight_loop
+def add_leaky_noise(loop):
+    torch.manual_seed(5)
+    for parameter in loop.model.parameters():
+        loop.see("leaky", F.rrelu(parameter.data, training=True).sum())
+        F.rrelu_(parameter.data, 0.9, 1.1, training=True)
+    loop.see("next", torch.rand(()))
+
+
+BROADCASTS = {
+    "row": lambda gradient: gradient.copy_(gradient[:1].expand_as(gradient)),
+    "row by index": lambda gradient: gradient.copy_(gradient[0].expand(len(gradient), -1)),
+    "column": lambda gradient: gradient.copy_(gradient[:, :1].expand_as(gradient)),
+    "assigned row": lambda gradient: gradient.__setitem__(slice(None), gradient[0]),
+    "data": lambda gradient: gradient.data.copy_(gradient.data[:1].expand_as(gradient)),
+    "reshaped": lambda gradient: gradient.copy_(gradient[:1].expand_as(gradient).reshape(-1).view_as(gradient)),
+    "transposed": lambda gradient: gradient.copy_(gradient.t().contiguous().t()),
+}
+
+
+@loop_pattern
+def broadcast_entries_of_gradients(loop):
+    for edit in BROADCASTS.values():
+        loop.backward(0)
+        for parameter in loop.model.parameters():
+            if parameter.dim() == 2:
+                edit(parameter.grad)
+        loop.see("norm", torch.nn.utils.clip_grad_norm_(loop.model.parameters(), 1.0))
+        loop.optimizer.step()
+        loop.optimizer.zero_grad()
+
+
 @loop_pattern
 def remove_parameters_from_group(loop):
     """A parameter outside the groups keeps its gradient, which is used when the parameter returns to its group."""

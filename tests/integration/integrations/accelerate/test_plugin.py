@@ -10,6 +10,7 @@ from accelerate.tracking import GeneralTracker
 from accelerate.utils import DataLoaderConfiguration, MegatronLMPlugin
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, IterableDataset
+from transformers import AutoModelForCausalLM
 
 from hf_megatron import ConfigError, MegatronConfig, MegatronPlugin, UnsupportedError
 from hf_megatron.core.fork_harness import run_ranks
@@ -237,6 +238,24 @@ def test_mismatched_accelerator_and_model_layouts_are_rejected():
         accelerator.prepare(Stub(tp_size=2, dp_size=1))
         with pytest.raises(ConfigError, match="tp_size=4"):
             Accelerator(cpu=True, megatron_lm_plugin=MegatronPlugin(tp_size=4))
+
+    run_ranks(prepare, 2)
+
+
+def test_plugin_leaves_the_scheme_of_context_parallelism_to_the_model(stories):
+    def prepare():
+        plugin = MegatronPlugin(cp_size=2)
+        model = AutoModelForCausalLM.from_pretrained(stories, megatron_config=plugin.config)
+        Accelerator(cpu=True, megatron_lm_plugin=plugin).prepare(model)
+
+    run_ranks(prepare, 2)
+
+
+def test_model_with_another_scheme_than_the_plugins_is_rejected():
+    def prepare():
+        accelerator = Accelerator(cpu=True, megatron_lm_plugin=MegatronPlugin(cp_size=2, cp_comm_type="p2p"))
+        with pytest.raises(ConfigError, match=r"cp_comm_type = 'all_gather' \(plugin: 'p2p'\)"):
+            accelerator.prepare(Stub(cp_size=2, dp_size=1, cp_comm_type="all_gather"))
 
     run_ranks(prepare, 2)
 
