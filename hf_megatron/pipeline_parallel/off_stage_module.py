@@ -106,6 +106,9 @@ class Placeholder(OffStageModule, nn.Module):
     def _part(self, name: str, child: nn.Module) -> "Placeholder":
         return Placeholder(child, self._place, self._progress)
 
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """Does nothing: there is nothing to compile on this rank."""
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         raise UnsupportedError(f"A {self._kind.__name__} was called alone, but it {self._place}. Call the full model.")
 

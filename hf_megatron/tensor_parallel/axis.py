@@ -251,10 +251,6 @@ def _guard_activations(
     modules = {name: module for name, module in model.named_modules() if name in plan.styles or module in local_modules}
     kinds = {name: type(modules[name]) for name in structure.uniform if name in modules}
     activations = Activations(structure, plan.styles, dict(state.shardings), regions, kinds)
-    # The base model may be called directly; it holds no reference to the model around it.
-    models = (model,) if model.base_model is model else (model, model.base_model)
-    exchanged = ExchangedFunctions({n: module for n, module in modules.items() if activations.see_parts(n)})
-    exchanged.install(state.hooks, *models)
     replicated_names = {name for name, module in modules.items() if activations.of(name, module).is_replicated}
     for name in modules.keys() - replicated_names:
         if isinstance(modules[name], LocalParameters | ParallelLinear):
@@ -262,7 +258,12 @@ def _guard_activations(
     # Calls of these modules count as forwards: the sharded modules inside are called with the shards they expect.
     for name in replicated_names | _around((*structure.stacks, *names_in_encoder(model))):
         if next(model.get_submodule(name).children(), None) is not None:
-            forwards.install(model.get_submodule(name), state.hooks)
+            forwards.track(model.get_submodule(name))
+    # The base model may be called directly; it holds no reference to the model around it.
+    models = (model,) if model.base_model is model else (model, model.base_model)
+    # Records the modules' classes, so it follows the last change of a class.
+    exchanged = ExchangedFunctions({n: module for n, module in modules.items() if activations.see_parts(n)})
+    exchanged.install(state.hooks, *models)
     calls = CallsInHooks(activations, {id(module): name for name, module in modules.items()}, forwards)
     hooks = UserHooks(activations, regions.rng, calls, modules, first_hook)
     hooks.install(state.hooks, *models)

@@ -68,8 +68,18 @@ class ActiveForwards(Shared):
         self.in_hook: str | None = None
 
     def install(self, model: nn.Module, hooks: ForwardHooks) -> None:
-        """Counts calls of a model, or of a module inside it, as active forwards."""
+        """Counts calls of a model as active forwards."""
         hooks.add_to(model, "active forward", self._enter, self._leave, always_exit=True)
+
+    def track(self, module: nn.Module) -> None:
+        """Counts calls of a module inside the model as active forwards.
+
+        A subclass does so, because the compiler guards on the number of each hook that is also called after an error:
+        every layer would be compiled by itself.
+        """
+        if not isinstance(module, LocalParameters | _Tracked):
+            module.forwards = self  # type: ignore[assignment]
+            module.__class__ = _tracked_class(type(module))  # type: ignore[assignment]
 
     def _enter(self, model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         self._of_model.add(id(model))
@@ -83,7 +93,8 @@ class ActiveForwards(Shared):
 
     def require_full(self, module: nn.Module, name: str | None) -> None:
         """Raises `UnsupportedError` if a module with sharded inputs or outputs (`name` is set) is called outside."""
-        if name is not None and not (torch.compiler.is_compiling() or self):
+        # The compiler comes first: a name that it reads would be a guard, different in each layer.
+        if not torch.compiler.is_compiling() and name is not None and not self:
             raise UnsupportedError(
                 f"{name} ({type(module).__name__}) was called outside the model's forward; its input or output is "
                 "sharded across ranks. Call the model, or a complete block with sequence_parallel=False, or load the "
@@ -98,6 +109,22 @@ class ActiveForwards(Shared):
             yield
         finally:
             self._of_modules -= 1
+
+
+class _Tracked:
+    """Mixin of a module whose calls are active forwards."""
+
+
+@cache
+def _tracked_class(base: Any) -> type[nn.Module]:
+    @wraps(base.forward)
+    def forward(module: Any, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return base.forward(module, *args, **kwargs)
+        with module.forwards.enter_module():
+            return base.forward(module, *args, **kwargs)
+
+    return type(base.__name__, (_Tracked, base), {**get_recorder_attributes(base), "forward": forward})
 
 
 class LocalParameters:
