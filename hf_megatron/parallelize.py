@@ -110,7 +110,6 @@ EXIT_ORDER = (
 # Order of the hooks on one submodule, where several features have some.
 MODULE_ORDER = HookOrder(
     enter=(
-        "context parallel layer",  # arguments of this rank's tokens; outermost
         "zero 3 unit",  # the model was called before; outside FSDP2's own hook
         "full-sequence region",  # gathers the sequence over tp for the hooks below
         "zero 3 weights",  # weights are unsharded; inside FSDP2's own hook
@@ -137,13 +136,12 @@ MODULE_ORDER = HookOrder(
         "partial sum",
         "full-sequence region",
         "sequence parallel stack",
-        "context parallel layer",
         "sequence ends",
         "active forward",
         "sequence split",
         "router padding",
     ),
-    outside=frozenset({"context parallel layer", "zero 3 unit", "full-sequence region"}),
+    outside=frozenset({"zero 3 unit", "full-sequence region"}),
 )
 
 # In the order in which they wrap a model, the innermost first.

@@ -275,3 +275,13 @@ def left_inference_mode() -> Iterator[None]:
         return
     with torch.inference_mode(False), torch.no_grad():
         yield
+
+
+@contextmanager
+def recording_autograd_in_operator() -> Iterator[None]:
+    """Records autograd graphs inside of a custom operator's implementation, which runs below autograd (private)."""
+    included, excluded = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
+    for name in ("ADInplaceOrView", "AutogradOther", "AutogradCPU", "AutogradCUDA", "AutogradXPU", "AutogradHPU"):
+        excluded = excluded.remove(getattr(torch._C.DispatchKey, name))
+    with torch._C._ForceDispatchKeyGuard(included, excluded):
+        yield

@@ -16,6 +16,7 @@ from ..core.runtime import RUNTIME
 from ..data_parallel.packed_sequences import without_asking
 from ..errors import ConfigError, UnsupportedError
 from .attention import context_attention, with_fully_masked_queries
+from .compiled_attention import run_compiled_attention
 from .kernels import Kernel
 from .mask_specs import ContextMask, describe_mask
 
@@ -120,23 +121,48 @@ def _attend(
             f"{type(module).__name__}: attention dropout of {kwargs['dropout']} is not supported with cp_size > 1. Set "
             "it to 0 in the config, or load the model with cp_size=1."
         )
-    if not (attention_mask.spreads or getattr(module, "is_causal", True)) and attention_mask.leaves_out_causal:
-        raise UnsupportedError(
-            f"{type(module).__name__}.is_causal = False with cp_size > 1: for a causal mask, sdpa gets `is_causal` "
-            "instead of the mask. Set it to True, or use cp_size=1."
-        )
     # Custom autograd functions are not covered by autocast.
     query, key, value = _autocast(query, key, value)
     scale = kwargs.get("scaling")
-    kernel = Kernel(query.shape[-1] ** -0.5 if scale is None else float(scale), kwargs.get("softcap"))
-    # [batch, heads, local, width] each.
-    layout, sinks, fully_masked = attention_mask.token_layout, kwargs.get("s_aux"), attention_mask.fully_masked
-    out = context_attention(query, key, value, layout, attention_mask.mask, kernel, sinks)
+    scale = query.shape[-1] ** -0.5 if scale is None else float(scale)
+    is_causal = bool(getattr(module, "is_causal", True))
+    sinks, softcap = kwargs.get("s_aux"), kwargs.get("softcap")
+    if torch.compiler.is_compiling():
+        number = attention_mask.number
+        return run_compiled_attention(query, key, value, sinks, number, scale, softcap, is_causal), None
+    return attend_to_split_sequence(query, key, value, sinks, attention_mask, scale, softcap, is_causal), None
+
+
+def attend_to_split_sequence(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    sinks: Tensor | None,
+    mask: ContextMask,
+    scale: float,
+    softcap: float | None,
+    is_causal: bool,
+) -> Tensor:
+    """Computes attention of a rank's tokens over the full sequence; returns `[batch, local, heads, value width]`.
+
+    Args:
+        query, key, value: `[batch, heads, local, width]`; keys and values may have fewer heads.
+        sinks (`Tensor`, *optional*): `[heads]`, see `context_attention`.
+        is_causal (`bool`): flag of the attention module, which sdpa uses instead of a causal mask.
+    """
+    if not (mask.spreads or is_causal) and mask.leaves_out_causal:
+        raise UnsupportedError(
+            "An attention module with is_causal = False and cp_size > 1: for a causal mask, sdpa gets `is_causal` "
+            "instead of the mask. Set it to True, or use cp_size=1."
+        )
+    kernel = Kernel(scale, softcap)
+    layout, fully_masked = mask.token_layout, mask.fully_masked
+    out = context_attention(query, key, value, layout, mask.mask, kernel, sinks)
     # With a sink, eager attention returns zeros for such queries as well.
     if fully_masked is not None and sinks is None:
         out = with_fully_masked_queries(out, query, key, value, layout, layout.own(fully_masked), kernel)
     # transformers expects [batch, local, heads, width].
-    return out.transpose(1, 2).contiguous(), None
+    return out.transpose(1, 2).contiguous()
 
 
 def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:

@@ -5,17 +5,26 @@ masks and their conjunctions are read from these. Any other function is evaluate
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import count
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..compat.transformers_models import mask_parts
+from ..core.runtime import RUNTIME, keep_by_number
 from ..errors import UnsupportedError
 from .attention import TokenLayout
 from .masks import SequenceMask
+
+
+_numbers = count()
+
+
+def _new_number() -> Tensor:
+    return torch.tensor(next(_numbers))
 
 
 @dataclass(frozen=True, eq=False)
@@ -27,16 +36,25 @@ class ContextMask:
         mask: which keys a query sees.
         stock: creates the single-process mask.
         spreads: queries that see no key get the mean of all values, as from eager attention, not zeros.
+        number (`Tensor`, *optional*): int64 `[]` on the host, by which compiled layers refer to the mask; the compiler
+            does not specialize on a tensor's value.
     """
 
     token_layout: TokenLayout
     mask: SequenceMask
     stock: Callable[[], Any]
     spreads: bool = False
+    number: Tensor | None = field(default_factory=_new_number)
+
+    def __post_init__(self) -> None:
+        if self.number is not None:
+            # Known as long as the number's memory exists, which compiled layers save for their recomputation.
+            keep_by_number(RUNTIME.context_masks, self.number, replace(self, number=None))
 
     def to(self, *args: Any, **kwargs: Any) -> "ContextMask":
         """Casts the single-process mask."""
-        return replace(self, stock=lambda: self.stock().to(*args, **kwargs))
+        stock = lambda: self.stock().to(*args, **kwargs)  # noqa: E731
+        return ContextMask(self.token_layout, self.mask, stock, self.spreads)
 
     @property
     def leaves_out_causal(self) -> bool:

@@ -27,6 +27,7 @@ from transformers.utils import ModelOutput
 
 from ..compat.shared import Shared
 from ..compat.torch_autograd import in_backward, leave_uncompiled
+from ..compat.torch_modules import surround
 from ..core.communication.rng import StreamOfPart
 from ..core.forward_hooks import ForwardHooks
 from ..core.runtime import RUNTIME
@@ -123,13 +124,14 @@ class ContextStack(Shared):
         self.modality_encoders = ModalityEncoders()
 
     def install(self, model: nn.Module, layers: nn.ModuleList, hooks: ForwardHooks) -> None:
-        """Registers hooks on a model, its base and its layers; they are the outermost hooks of the layers."""
+        """Registers hooks on a model and its base, and functions around its layers."""
         for index, layer in enumerate(layers):
             names = tuple(inspect.signature(layer.forward).parameters)
             enter = self._enter_first if index == 0 or self.has_layer_drop else self._enter
-            hooks.add_to(layer, "context parallel layer", functools.partial(enter, names))
-        for layer in layers if self.has_layer_drop else layers[-1:]:
-            hooks.add_to(layer, "context parallel layer", exit=self._leave)
+            is_last = self.has_layer_drop or index == len(layers) - 1
+            # Outside of all hooks, and of what `layer.compile()` compiles: the order of a rank's tokens is known on the
+            # host only.
+            surround(layer, functools.partial(enter, names), self._leave if is_last else None)
         self.modality_encoders.install(model, layers)
         base: Any = model.base_model
         for module in (model,) if base is model else (model, base):

@@ -4,6 +4,8 @@ models      existing parallelized models, in the order in which they were loaded
 meshes      meshes of this job's layouts, shared by models of one layout
 launch      parallelizes the models of a script that does not pass `megatron_config`
 context     the module whose forward shards the sequence over cp
+context_masks, attention_graphs
+            masks and autograd graphs that compiled attention over split sequences refers to by number
 awaits_backward, has_warned_of_collective
             whether a script's collectives are watched now, and whether one was reported (`torch/default_group.py`)
 unprepared_step
@@ -14,6 +16,15 @@ import weakref
 from dataclasses import dataclass, field
 from typing import Any
 
+from torch import Tensor
+
+
+def keep_by_number(table: dict[int, Any], number: Tensor, value: Any) -> None:
+    """Keeps a value in a table while the memory of its key exists, an integer in a tensor of one element."""
+    key = int(number)
+    table[key] = value
+    weakref.finalize(number.untyped_storage(), table.pop, key, None)
+
 
 @dataclass
 class Runtime:
@@ -22,6 +33,8 @@ class Runtime:
     meshes: dict[Any, Any] = field(default_factory=dict)
     launch: Any = None
     context: Any = None
+    context_masks: dict[int, Any] = field(default_factory=dict)
+    attention_graphs: dict[int, Any] = field(default_factory=dict)
     awaits_backward: bool = False
     has_warned_of_collective: bool = False
     unprepared_step: str | None = None

@@ -7,6 +7,7 @@ from typing import Any, Protocol
 from torch import nn
 
 from ..compat.shared import Shared
+from ..compat.torch_modules import get_surrounding
 from ..core.forward_hooks import ForwardHooks
 from ..errors import UnsupportedError
 
@@ -87,9 +88,12 @@ class StackEnds(Shared):
 
 
 def _list_hooks(layer: nn.Module) -> tuple[list[Hook], list[Hook]]:
-    """Returns the forward pre-hooks and the forward hooks of a layer, also of one inside a wrapper."""
+    """Returns the functions before and after the forward of a layer, also of one inside a wrapper."""
     modules = list(layer.modules())
-    before = (hook for module in modules for hook in module._forward_pre_hooks.values())
-    after = (hook for module in modules for hook in module._forward_hooks.values())
+    surrounding = [get_surrounding(module) for module in modules]
+    before = [hook for module in modules for hook in module._forward_pre_hooks.values()]
+    after = [hook for module in modules for hook in module._forward_hooks.values()]
+    before += [enter for enter, _ in surrounding if enter is not None]
+    after += [leave for _, leave in surrounding if leave is not None]
     # Methods with bound arguments are compared without these.
     return [getattr(hook, "func", hook) for hook in before], [getattr(hook, "func", hook) for hook in after]
