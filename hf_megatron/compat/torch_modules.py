@@ -1,13 +1,16 @@
-"""Functions around a module's call that are never compiled (private symbols of `nn.Module`)."""
+"""Modules whose calls are compiled without the functions around them (private symbols of `nn.Module`)."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache, partial
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from .torch_autograd import leave_uncompiled
+from .torch_dtensor import dtensor_local_view
 from .transformers_models import get_recorder_attributes
 
 # (module, args, kwargs) -> new (args, kwargs), or `None` to keep them.
@@ -16,7 +19,20 @@ Enter = Callable[[Any, tuple, dict[str, Any]], tuple[tuple, dict[str, Any]] | No
 Exit = Callable[[Any, tuple, Any], Any]
 
 
-class SurroundedModule:
+class ModuleCompiledLocally:
+    """Mixin of a module whose compiled call reads plain local tensors instead of DTensors.
+
+    Views of the parameters are taken outside of the graph: AOTAutograd saves the mesh of a DTensor for the backward,
+    where recomputation accepts tensors only.
+    """
+
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """Compiles the call as `nn.Module.compile` does, apart from the functions around it."""
+        compiled = torch.compile(super()._call_impl, *args, **kwargs)  # type: ignore[misc]
+        self._compiled_call_impl = partial(_run_compiled, self, compiled)
+
+
+class SurroundedModule(ModuleCompiledLocally):
     """Mixin of a module whose call, hooks included, runs between functions that `module.compile()` leaves out.
 
     Gradient checkpointing and a pipeline stage wrap `__call__`, so they recompute or replace the inputs of these
@@ -27,12 +43,8 @@ class SurroundedModule:
     _exit_uncompiled: Exit | None
 
     def _call_impl(self, *args: Any, **kwargs: Any) -> Any:
-        return _surround(self, super()._call_impl, *args, **kwargs)  # type: ignore[misc]
-
-    def compile(self, *args: Any, **kwargs: Any) -> None:
-        """Compiles the call as `nn.Module.compile` does, without the functions around it."""
-        compiled = torch.compile(super()._call_impl, *args, **kwargs)  # type: ignore[misc]
-        self._compiled_call_impl = partial(_surround, self, compiled)
+        args, kwargs = _enter(self, args, kwargs)
+        return _exit(self, args, super()._call_impl(*args, **kwargs))  # type: ignore[misc]
 
 
 @leave_uncompiled
@@ -46,21 +58,46 @@ def _exit(module: Any, args: tuple, output: Any) -> Any:
     return output if module._exit_uncompiled is None else module._exit_uncompiled(module, args, output)
 
 
-def _surround(module: Any, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    args, kwargs = _enter(module, args, kwargs)
-    return _exit(module, args, call(*args, **kwargs))
+def _run_compiled(module: Any, compiled: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    is_surrounded = isinstance(module, SurroundedModule)
+    if is_surrounded:
+        args, kwargs = _enter(module, args, kwargs)
+    with _plain_parameters(module):
+        output = compiled(*args, **kwargs)
+    return _exit(module, args, output) if is_surrounded else output
+
+
+@contextmanager
+def _plain_parameters(layer: nn.Module) -> Iterator[None]:
+    """Replaces a layer's DTensors by differentiable views of their local tensors, of any shape, inside the context.
+
+    Parameters that FSDP2 manages are left to it: its hooks run inside of the call.
+    """
+    modules = [module for module in layer.modules() if module._parameters]
+    if any(base.__name__ == "FSDPModule" for module in modules for base in type(module).__mro__):
+        yield
+        return
+    replaced = [(module, dict(module._parameters)) for module in modules]
+    try:
+        for module, parameters in replaced:
+            for name, parameter in parameters.items():
+                if isinstance(parameter, DTensor):
+                    module._parameters[name] = dtensor_local_view(parameter)  # type: ignore[assignment]
+        yield
+    finally:
+        for module, parameters in replaced:
+            module._parameters.update(parameters)
 
 
 @cache
-def _surrounded_class(base: Any) -> type[nn.Module]:
-    return type(base.__name__, (SurroundedModule, base), get_recorder_attributes(base))
+def _mixed_class(mixin: Any, base: Any) -> type[nn.Module]:
+    return type(base.__name__, (mixin, base), get_recorder_attributes(base))
 
 
-def get_surrounding(module: nn.Module) -> tuple[Enter | None, Exit | None]:
-    """Returns the functions before and after each call of a module, `None` where there are none."""
-    if not isinstance(module, SurroundedModule):
-        return None, None
-    return module._enter_uncompiled, module._exit_uncompiled
+def compile_locally(module: nn.Module) -> None:
+    """Makes `module.compile()` compile the call on plain local tensors."""
+    if not isinstance(module, ModuleCompiledLocally):
+        module.__class__ = _mixed_class(ModuleCompiledLocally, type(module))  # type: ignore[assignment]
 
 
 def surround(module: nn.Module, enter: Enter | None, exit: Exit | None) -> None:
@@ -69,4 +106,11 @@ def surround(module: nn.Module, enter: Enter | None, exit: Exit | None) -> None:
     Neither is called by the compiled code of the module, and `exit` is not called after an error.
     """
     module._enter_uncompiled, module._exit_uncompiled = enter, exit  # type: ignore[assignment]
-    module.__class__ = _surrounded_class(type(module))  # type: ignore[assignment]
+    module.__class__ = _mixed_class(SurroundedModule, type(module))  # type: ignore[assignment]
+
+
+def get_surrounding(module: nn.Module) -> tuple[Enter | None, Exit | None]:
+    """Returns the functions before and after each call of a module, `None` where there are none."""
+    if not isinstance(module, SurroundedModule):
+        return None, None
+    return module._enter_uncompiled, module._exit_uncompiled

@@ -19,7 +19,6 @@ from ..errors import UnsupportedError
 from .attention import TokenLayout
 from .masks import SequenceMask
 
-
 _numbers = count()
 
 

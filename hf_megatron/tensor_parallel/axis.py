@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from ..compat.torch_modules import compile_locally
 from ..core.communication.rng import TensorParallelRng
 from ..core.off_stage import computes_here
 from ..core.placement import ParameterSharding
@@ -259,6 +260,8 @@ def _guard_activations(
     for name in replicated_names | _around((*structure.stacks, *names_in_encoder(model))):
         if next(model.get_submodule(name).children(), None) is not None:
             forwards.track(model.get_submodule(name))
+    for layer in layers:
+        compile_locally(layer)
     # The base model may be called directly; it holds no reference to the model around it.
     models = (model,) if model.base_model is model else (model, model.base_model)
     # Records the modules' classes, so it follows the last change of a class.

@@ -25,13 +25,15 @@ from ..errors import UnsupportedError
 
 def local_view(parameter: Tensor | None, group: dist.ProcessGroup | None = None) -> Tensor | None:
     """Returns a parameter's local tensor, differentiable; `group`, if given, is the ranks to sum its gradient over."""
-    if not isinstance(parameter, DTensor):
+    is_compiling = torch.compiler.is_compiling()
+    if parameter is None or not (isinstance(parameter, DTensor) or is_compiling):
         return parameter
-    local = differentiable_local(parameter)
+    # Compiled layers hold local views already (`compile_locally`).
+    local = differentiable_local(parameter) if isinstance(parameter, DTensor) else parameter
     if group is None:
         return local
     # The compiler mistakes the view that `to_local` returns for one whose base was changed in place.
-    return copy_to_ranks(local.clone() if torch.compiler.is_compiling() else local, group, is_addend=True)
+    return copy_to_ranks(local.clone() if is_compiling else local, group, is_addend=True)
 
 
 def weight_in_use(module: Any, group: dist.ProcessGroup | None = None) -> Tensor:

@@ -8,16 +8,19 @@ cleared when hf_megatron is imported.
 import dataclasses
 import inspect
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from accelerate.scheduler import AcceleratedScheduler
+from accelerate.utils import DynamoBackend
 from torch.optim.lr_scheduler import OneCycleLR
 
 from ...compat.patch_registry import PATCH_REGISTRY
 from ...config import MegatronConfig, validate_world_size
 from ...core.runtime import RUNTIME
 from ...errors import ConfigError, UnsupportedError
+from ..torch.layer_compile import compile_layers
 from .environment import _INTERNAL, _is_launched, config_from_environment, job_world_size
 from .launch_keys import FIELD_PREFIX
 from .plugin import get_latest_layout, get_plugin_config, is_ours, parallelism_config, ranks_of_replica, replicas
@@ -91,6 +94,19 @@ def _with_data(arguments: dict[str, Any]) -> dict[str, Any]:
     return arguments
 
 
+@contextmanager
+def _compiling_layers(accelerator: Any, model: Any) -> Iterator[None]:
+    """Compiles a parallelized model layer by layer, where Accelerate would compile the complete model inside."""
+    plugin = accelerator.state.dynamo_plugin
+    backend, plugin.backend = plugin.backend, DynamoBackend.NO
+    try:
+        yield
+    finally:
+        plugin.backend = backend
+    if backend != DynamoBackend.NO:
+        compile_layers(model, **plugin.to_kwargs())
+
+
 def prepare_model(
     original: Callable,
     self: Any,
@@ -109,7 +125,8 @@ def prepare_model(
             _require_fitting(self, model)
         # Upstream's evaluation mode applies mixed precision and skips DistributedDataParallel: gradients are reduced by
         # the model's own hooks.
-        return original(self, model, device_placement, True, **kwargs)
+        with _compiling_layers(self, model):
+            return original(self, model, device_placement, True, **kwargs)
     trained = any(parameter.requires_grad for parameter in model.parameters())
     if RUNTIME.models and trained and not evaluation_mode:
         from .wrapped_models import model_to_prepare

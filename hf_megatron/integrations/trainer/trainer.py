@@ -50,11 +50,6 @@ def init(original: Callable, self: Any, model: Any = None, args: Any = None, *re
     for name in ("deepspeed", "fsdp"):
         if getattr(args, name, None):
             raise UnsupportedError(f"TrainingArguments.{name} cannot be combined with megatron_config. Remove it.")
-    if getattr(args, "torch_compile", False):
-        raise UnsupportedError(
-            "TrainingArguments.torch_compile compiles the full model, which is not supported. Compile each layer "
-            "instead: `for layer in model.model.layers: layer.compile()`."
-        )
     joined_ranks = 1 if args.distributed_state is None else args.distributed_state.num_processes
     if joined_ranks != dist.get_world_size():
         raise ConfigError(
