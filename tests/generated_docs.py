@@ -3,6 +3,7 @@
 docs/data_parallel.md  optimizers and layouts, from the tested rows (`tests.helpers.optimizers`); Muon's memory
 docs/patches.md   every replaced function and attribute
 docs/surface.md   training-loop patterns per layout, recorded by `python -m tests.helpers.loop_patterns`
+docs/tensor_parallel.md  graphs of compiled layers (`tests.helpers.compiled_graphs`)
 docs/versions.md  tested library versions, recorded by `python -m tests.matrix`
 """
 
@@ -16,7 +17,7 @@ from typing import Any
 from hf_megatron.compat.instance_patches import INSTANCE_PATCHES
 from hf_megatron.compat.patch_registry import Patch
 from hf_megatron.integrations.patch_table import PATCHES, PATTERNS
-from tests.helpers import optimizers
+from tests.helpers import compiled_graphs, optimizers
 from tests.helpers.loop_patterns import render_table
 from tests.matrix import render_table as versions
 from tests.structure import ROOT
@@ -110,6 +111,7 @@ PARTS: dict[str, dict[str, Callable[[], str]]] = {
     "docs/gpu.md": {"GPU runs": gpu_table, "not run": gpu_gaps},
     "docs/patches.md": {"patches": patches, "instance patches": render_instance_patches},
     "docs/surface.md": {"loop patterns": render_table},
+    "docs/tensor_parallel.md": {"compiled graphs": compiled_graphs.render_table},
     "docs/versions.md": {"versions": versions},
 }
 

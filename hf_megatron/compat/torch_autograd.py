@@ -115,6 +115,11 @@ def writes_to(func: Any, args: tuple, kwargs: Mapping[str, Any]) -> list[torch.T
     return [tensor for tensor in written if tensor is not None]
 
 
+def changes_shape_in_place(func: Any) -> bool:
+    """Returns whether an operator, such as `t_`, changes a tensor's shape, strides or memory but not its entries."""
+    return torch.Tag.inplace_view in func.tags and func is not torch.ops.aten.detach_.default
+
+
 def step_hook_last(optimizer: Any, handle: Any) -> None:
     """Moves a step pre-hook of an optimizer after all others (private in torch 2.11 to 2.13)."""
     hooks = optimizer._optimizer_step_pre_hooks

@@ -114,3 +114,16 @@ def get_surrounding(module: nn.Module) -> tuple[Enter | None, Exit | None]:
     if not isinstance(module, SurroundedModule):
         return None, None
     return module._enter_uncompiled, module._exit_uncompiled
+
+
+@contextmanager
+def running_uncompiled(model: nn.Module) -> Iterator[None]:
+    """Runs compiled modules of a model eagerly inside the context."""
+    compiled = {module: call for module in model.modules() if (call := module._compiled_call_impl) is not None}
+    for module in compiled:
+        module._compiled_call_impl = None
+    try:
+        yield
+    finally:
+        for module, call in compiled.items():
+            module._compiled_call_impl = call

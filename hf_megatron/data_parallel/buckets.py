@@ -25,6 +25,12 @@ def owned_range(entries: int, ranks: int, rank: int) -> tuple[int, int]:
     return bounds(entries, ranks, rank)
 
 
+@functools.lru_cache(maxsize=64)
+def _make_factor(factor: float, device: torch.device) -> Tensor:
+    """Returns a factor `[1]` in fp32, to which it promotes what it multiplies."""
+    return torch.full((1,), factor, dtype=torch.float32, device=device)
+
+
 @dataclass
 class Slot:
     """A parameter's columns in the buffer of a bucket.
@@ -48,11 +54,13 @@ class Slot:
         for columns, part in self._pairs(rows, local.reshape(-1)):
             if add:
                 columns.add_(part, alpha=factor)
+            elif factor == 1:
+                columns.copy_(part)
             elif part.dtype == columns.dtype:
                 torch.mul(part, factor, out=columns)
             else:
-                # Cast to fp32 before scaling: a half-precision product would be rounded first.
-                columns.copy_(part).mul_(factor)
+                # The product is computed in fp32: a half-precision one would be rounded before the cast.
+                torch.mul(part, _make_factor(factor, columns.device), out=columns)
 
     def collect_from(self, rows: Tensor, local: Tensor) -> None:
         """Writes the slot's columns of `rows` `[ranks, width]` into a contiguous local tensor of any shape."""

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 from ..compat.bitsandbytes_overrides import copy_overrides, has_positional_overrides
 from ..compat.torch_autograd import step_hook_last
-from ..compat.torch_memory import is_async_device
 from ..core.communication.full_tensor import placed_gradient
 from ..core.off_stage import is_off_stage
 from ..errors import ConfigError, UnsupportedError
@@ -25,7 +24,7 @@ from .fsdp import reshard
 from .grad_norm import clip_grad_norm, has_finite_gradients
 from .grad_sync_groups import GradSyncGroup
 from .layer_wise import LayerWiseStep
-from .main_params import HALF, MainParam, make_main_param
+from .main_params import HALF, MainParam, follow_parameters, make_main_param
 from .model_parameters import REPLACED, reject_replaced
 from .optimizer_classes import is_elementwise, is_layer_wise, known_elementwise
 from .optimizer_state import StateByParameter, has_stepped, has_tensors
@@ -257,9 +256,7 @@ class ShardedOptimizer:
     @torch.no_grad()
     def _follow_parameters(self) -> None:
         """Applies edits of the model parameters to the main params."""
-        may_wait = not is_async_device(self.engine.mesh.device)
-        for leaf in self.leaves:
-            leaf.follow(main_weights=self.engine.config.fp32_main_params, may_wait=may_wait)
+        follow_parameters(self.leaves, main_weights=self.engine.config.fp32_main_params)
 
     @torch.no_grad()
     def switch(self, method: Callable[[], None], *, is_training: bool) -> None:
@@ -296,9 +293,9 @@ class ShardedOptimizer:
     def _write_back(self, moved: list[MainParam]) -> None:
         """Copies main params into the model parameters, and all-gathers the parameters of which shards have `moved`."""
         # fp32 main params -> this rank's shard of the model parameters -> all-gather over the dp ranks.
-        for leaf in self.leaves:
-            if leaf.separate:
-                leaf.view().copy_(leaf.tensor)
+        separate = [leaf for leaf in self.leaves if leaf.separate]
+        if separate:
+            torch._foreach_copy_([leaf.view() for leaf in separate], [leaf.tensor for leaf in separate])
         self.publish(moved)
 
     def publish(self, moved: list[MainParam]) -> None:

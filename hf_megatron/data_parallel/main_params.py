@@ -1,5 +1,6 @@
 """Main params: the tensors that an optimizer steps on instead of the model parameters, one shard per rank."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +15,8 @@ from .full_params import FullParam
 from .grad_sync_groups import GradSyncGroup
 
 HALF = (torch.bfloat16, torch.float16)
+# Entries that are compared at once.
+_CHUNK = 1 << 22
 
 
 @dataclass
@@ -54,24 +57,24 @@ class MainParam:
         """Returns a view of the model parameter's entries, with the shape of `tensor`."""
         return self.own(self.parameter)
 
-    def follow(self, *, main_weights: bool, may_wait: bool) -> None:
-        """Applies moves, casts and edits of the model parameter since the last step to the main param.
+    def follow_memory(self, *, main_weights: bool) -> None:
+        """Applies moves and casts of the model parameter since the last step to the main param.
 
         Args:
             main_weights (`bool`): whether half-precision parameters have fp32 main params.
-            may_wait (`bool`): whether the host may read the result of a comparison (CPU), which then saves a copy.
         """
         present = self.view()
         if not self.separate and present.data_ptr() != self.tensor.data_ptr():
             # `model.to(...)` gave the parameter new memory, which the main param shares.
             self.separate = main_weights and present.dtype in HALF and self.tensor.dtype not in HALF
             self.tensor.data = present.to(self.tensor.dtype) if self.separate else present
-        elif self.separate:
-            present = present.to(self.tensor.device)
-            rounded = self.tensor.to(present.dtype)
-            # Entries that equal the rounded main param were not edited: they keep their fp32 value.
-            if not may_wait or not torch.equal(present, rounded):
-                self.tensor.copy_(torch.where(present == rounded, self.tensor, present))
+
+    def follow_edits(self) -> None:
+        """Applies edits of the model parameter since the last step to a main param with its own memory."""
+        present = self.view().to(self.tensor.device)
+        # Entries that equal the rounded main param were not edited: they keep their fp32 value.
+        is_unedited = present == self.tensor.to(present.dtype)
+        self.tensor.copy_(torch.where(is_unedited, self.tensor, present))
 
     def take_over(self, state: dict[str, Any]) -> dict[str, Any]:
         """Returns the main param's shard of state that a constructor made for the full parameter (Adagrad)."""
@@ -87,6 +90,38 @@ class MainParam:
         """Returns the entries of the main param, in its shape, from a tensor of the parameter's shape."""
         local = local_tensor(tensor).detach()
         return local.view(-1)[self.start : self.stop] if self.flat else local
+
+
+def follow_parameters(leaves: Iterable[MainParam], *, main_weights: bool) -> None:
+    """Applies moves, casts and edits of model parameters since the last step to their main params.
+
+    Edits through `.data` change no version counter, so the values are compared; the host reads the results of all
+    comparisons at once.
+
+    Args:
+        main_weights (`bool`): whether half-precision parameters have fp32 main params.
+    """
+    compared = []
+    for leaf in leaves:
+        if leaf.separate:
+            compared.append(leaf)
+        else:
+            leaf.follow_memory(main_weights=main_weights)
+    if compared:
+        are_equal = torch.stack([_equals_rounded(leaf.view(), leaf.tensor) for leaf in compared]).tolist()
+        for leaf, is_equal in zip(compared, are_equal, strict=True):
+            if not is_equal:
+                leaf.follow_edits()
+
+
+def _equals_rounded(parameter: Tensor, main: Tensor) -> Tensor:
+    """Returns whether a parameter of any shape equals its main param, rounded, as a scalar on the main param's device.
+
+    In chunks whose intermediate results stay in the device's cache: the memory is read once, 6 bytes per bf16 entry.
+    """
+    pieces = zip(parameter.reshape(-1).split(_CHUNK), main.reshape(-1).split(_CHUNK), strict=True)
+    results = [(piece.to(main.device) == of_main.to(piece.dtype)).all() for piece, of_main in pieces]
+    return results[0] if len(results) == 1 else torch.stack(results).all()
 
 
 def make_main_param(

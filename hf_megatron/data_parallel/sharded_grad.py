@@ -19,7 +19,7 @@ from ..compat.torch_distributed import is_collective
 from ..compat.torch_dtensor import dtensor_from_local, local_tensor
 from ..core.communication.full_collectives import run_on_full_copies
 from ..core.communication.full_tensor import gather_full_tensor, shard_like
-from ..core.communication.proxy_tensor import ProxyDTensor, ProxyTensor
+from ..core.communication.proxy_tensor import ProxyDTensor, ProxyTensor, reject_shape_edit
 from ..core.communication.write_through import FullCopy
 from ..errors import UnsupportedError
 
@@ -109,6 +109,7 @@ class ShardedGrad(ProxyTensor):
     def __torch_dispatch__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:  # type: ignore[override]
         first, kwargs = args[0], kwargs or {}
         if isinstance(first, ShardedGrad):
+            reject_shape_edit(func, first)
             if func in _ALIASES:
                 return first
             if func in _ADDITIONS and (in_backward() or first.owner.in_schedule):

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from ..compat.shared import Shared
+from ..compat.torch_modules import running_uncompiled
 from ..data_parallel.fsdp import reshard
 from ..errors import MegatronError, UnsupportedError
 from ..losses.batch_loss import LossDenominators
@@ -107,7 +108,13 @@ class TrialForward(Shared):
             # Router logits are recorded by layers, which do not run.
             part["output_router_logits"] = False
         devices = [self.mesh.device] if self.mesh.device.type == "cuda" else []
-        with torch.random.fork_rng(devices), quiet_autocast(), self.cut.boundary.running_trial():
+        # Compiled norms and heads would be compiled for placeholders.
+        with (
+            torch.random.fork_rng(devices),
+            quiet_autocast(),
+            running_uncompiled(self.model),
+            self.cut.boundary.running_trial(),
+        ):
             for stage in self.cut.boundary.stages.of_rank(self.mesh.pp_rank):
                 with self.loss.with_denominators(
                     LossDenominators(dict.fromkeys(with_codebooks(plain), 1.0), 1.0, plain, is_probe=True)

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from ...compat.torch_autograd import changes_shape_in_place
 from ...compat.torch_dtensor import local_tensor, register_dtensor_subclass
 from ...errors import UnsupportedError
 
@@ -22,6 +23,16 @@ def no_shared_memory(tensor: Tensor) -> UnsupportedError:
         f"DLPack of a sharded tensor of shape {tuple(tensor.shape)}: its entries lie on several ranks. Call "
         "full_tensor() first, or clone() where it has none, and copy edits back with copy_()."
     )
+
+
+def reject_shape_edit(func: Any, tensor: Tensor) -> None:
+    """Raises `UnsupportedError` for an operator that changes the shape of a proxy, which has no memory to reshape."""
+    if changes_shape_in_place(func):
+        name = func._schema.name.removeprefix("aten::")
+        raise UnsupportedError(
+            f"{name}() of a sharded tensor of shape {tuple(tensor.shape)} changes its shape in place. Call "
+            f"{name.removesuffix('_')}() instead, which returns a new tensor."
+        )
 
 
 class ProxyTensor(Tensor):

@@ -20,7 +20,7 @@ from ...compat.torch_memory import share_memory
 from ...errors import UnsupportedError
 from .full_collectives import run_on_full_copies
 from .full_tensor import copy_local_shard, gather_full_tensor
-from .proxy_tensor import ProxyDTensor, ProxyTensor
+from .proxy_tensor import ProxyDTensor, ProxyTensor, reject_shape_edit
 
 
 class FullCopy:
@@ -89,6 +89,7 @@ class WrittenBack(ProxyTensor):
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:  # type: ignore[override]
         kwargs = kwargs or {}
+        reject_shape_edit(func, args[0])
         # A view of a view shares the full copy; no communication.
         if returns_view(func) and isinstance(args[0], WrittenBack):
             values = func(args[0].value, *args[1:], **kwargs)

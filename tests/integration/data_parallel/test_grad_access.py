@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
-from hf_megatron import CheckpointError
+from hf_megatron import CheckpointError, UnsupportedError
 from hf_megatron.core.fork_harness import run_ranks
 from tests.helpers.training import PatternRuns, make_batch, make_parameters, parse_layout, shard_batch
 
@@ -298,3 +298,30 @@ def test_inplace_transpose_error_suggests_copy(tiny_uneven):
             nn.init.orthogonal_(weight)
 
     run_ranks(on_rank, 2)
+
+
+SHAPE_EDITS = {
+    "t_": lambda gradient: gradient.t_(),
+    "transpose_": lambda gradient: gradient.data.transpose_(0, 1),
+    "unsqueeze_": lambda gradient: gradient[:2].unsqueeze_(0),
+}
+
+
+@pytest.mark.parametrize("layout", ["dp2", "tp2+dp2"])
+def test_edits_of_a_gradients_shape_are_rejected(stories, layout):
+    """A proxy has no memory to reshape: its entries would be read in another order."""
+    config = parse_layout(layout)
+
+    def on_rank():
+        model = AutoModelForCausalLM.from_pretrained(stories, megatron_config=config).train()
+        ids = torch.arange(12).view(2, 6)
+        model(input_ids=ids, labels=ids).loss.backward()
+        weight = model.model.layers[0].self_attn.k_proj.weight
+        before = weight.grad.clone()
+        for name, edit in SHAPE_EDITS.items():
+            with pytest.raises(UnsupportedError, match=name):
+                edit(weight.grad)
+        weight.grad.detach_()
+        assert bool((weight.grad == before).all())
+
+    run_ranks(on_rank, config.ranks_per_replica * config.dp_size)

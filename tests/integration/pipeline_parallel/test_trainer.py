@@ -10,12 +10,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments, default_data_collator
 
-from hf_megatron import ConfigError, RankError, UnsupportedError
+from hf_megatron import ConfigError, RankError
 from hf_megatron.core.fork_harness import run_ranks
 from hf_megatron.data_parallel.grad_reducer import GradientReducer
 from hf_megatron.data_parallel.grad_store import PlainGradients
 from hf_megatron.models.verification_gate import ConfigUnderTest
-from hf_megatron.parallelize import parallel_state
 from tests.helpers.dp_training import count_ranks
 from tests.helpers.references import train_single_process
 from tests.integration.integrations.trainer.test_trainer import accuracy, mean_loss, rows
@@ -352,16 +351,6 @@ def test_callback_events_match_single_process(stories, tmp_path):
     [expected] = run_ranks(record_events, 1, stories, tmp_path, None)
     assert expected[:3] == ["substep_end", "pre_optimizer_step", "optimizer_step"] and expected[-1] == "evaluate 12"
     assert run_ranks(record_events, 2, stories, tmp_path, PP2) == [expected, expected]
-
-
-def test_full_model_compile_is_rejected(stories, tmp_path):
-    def build():
-        model = AutoModelForCausalLM.from_pretrained(stories, megatron_config=PP2)
-        with pytest.raises(UnsupportedError, match="torch_compile"):
-            Trainer(model, TrainingArguments(str(tmp_path), use_cpu=True, torch_compile=True))
-        assert parallel_state(model).pipeline.loss_scale.announced is None
-
-    run_ranks(build, 2)
 
 
 def batches(path, output, config):

@@ -79,11 +79,11 @@ def train(
     return log, prediction.predictions, prediction.metrics["test_loss"], weights
 
 
-def compare(stories, tmp_path, layout=TP2_SP, tolerance=2e-5, **kwargs):
+def compare(stories, tmp_path, layout=TP2_SP, tolerance=2e-5, timeout=200, **kwargs):
     dp_size = layout.dp_size or 1
     one = kwargs | {"per_device_train_batch_size": 2 * dp_size, "per_device_eval_batch_size": 3 * dp_size}
     expected = train_single_process(train, stories, **one)
-    results = run_ranks(train, layout.tp_size * dp_size, stories, tmp_path, layout, timeout=200, **kwargs)
+    results = run_ranks(train, layout.ranks_per_replica * dp_size, stories, tmp_path, layout, timeout=timeout, **kwargs)
     assert len(expected[0]) >= 6
     for log, predictions, test_loss, _ in results:
         assert len(log) == len(expected[0])
@@ -113,6 +113,31 @@ def test_train_evaluate_predict_with_accumulation_and_clipping(stories, tmp_path
 )
 def test_data_parallel(stories, tmp_path, layout):
     compare(stories, tmp_path, layout)
+
+
+class CompilingTrainer(Trainer):
+    """Checks after training that layers were compiled, and that the graph of the complete model was not."""
+
+    def train(self, *args, **kwargs):
+        from torch._dynamo.utils import counters
+
+        counters.clear()
+        result = super().train(*args, **kwargs)
+        assert counters["stats"]["unique_graphs"] > 0
+        if parallel_state(self.model) is not None:
+            assert not counters["graph_break"] and self.model is self.model_wrapped
+            assert all(layer._compiled_call_impl is not None for layer in self.model.model.layers if layer.training)
+        return result
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [TP2_SP, MegatronConfig(pp_size=2), MegatronConfig(dp_size=2)],
+    ids=lambda config: config.layout(),
+)
+def test_torch_compile_compiles_layers(stories, tmp_path, layout):
+    compile = {"torch_compile": True, "torch_compile_backend": "aot_eager"}
+    compare(stories, tmp_path, layout, kind=CompilingTrainer, max_steps=3, timeout=600, **compile)
 
 
 def test_custom_compute_loss_with_unlogged_steps(stories, tmp_path):
@@ -171,16 +196,16 @@ def test_load_best_model_at_end(stories, tmp_path):
     )
 
 
-def test_fsdp_deepspeed_and_torch_compile_are_rejected(stories, tmp_path):
+def test_fsdp_and_deepspeed_are_rejected(stories, tmp_path):
     from hf_megatron import UnsupportedError
 
     def build():
         model = AutoModelForCausalLM.from_pretrained(stories, megatron_config=MegatronConfig(tp_size=2))
         arguments = TrainingArguments(str(tmp_path), use_cpu=True)
-        for name in ("fsdp", "deepspeed", "torch_compile"):
+        for name in ("fsdp", "deepspeed"):
             setattr(arguments, name, {"stage": 3})  # any true value
             with pytest.raises(UnsupportedError, match=name):
                 Trainer(model, arguments)
-            setattr(arguments, name, None if name != "torch_compile" else False)
+            setattr(arguments, name, None)
 
     run_ranks(build, 2)
