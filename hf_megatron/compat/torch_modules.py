@@ -97,7 +97,7 @@ def _mixed_class(mixin: Any, base: Any) -> type[nn.Module]:
 def compile_locally(module: nn.Module) -> None:
     """Makes `module.compile()` compile the call on plain local tensors."""
     if not isinstance(module, ModuleCompiledLocally):
-        module.__class__ = _mixed_class(ModuleCompiledLocally, type(module))  # type: ignore[assignment]
+        module.__class__ = _mixed_class(ModuleCompiledLocally, type(module))  # type: ignore[arg-type, assignment]
 
 
 def surround(module: nn.Module, enter: Enter | None, exit: Exit | None) -> None:
@@ -106,7 +106,7 @@ def surround(module: nn.Module, enter: Enter | None, exit: Exit | None) -> None:
     Neither is called by the compiled code of the module, and `exit` is not called after an error.
     """
     module._enter_uncompiled, module._exit_uncompiled = enter, exit  # type: ignore[assignment]
-    module.__class__ = _mixed_class(SurroundedModule, type(module))  # type: ignore[assignment]
+    module.__class__ = _mixed_class(SurroundedModule, type(module))  # type: ignore[arg-type, assignment]
 
 
 def get_surrounding(module: nn.Module) -> tuple[Enter | None, Exit | None]:

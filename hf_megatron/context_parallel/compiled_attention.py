@@ -6,7 +6,6 @@ operator runs the backward of that graph. Graphs refer to the mask and to the ke
 tensors, on whose values the compiler does not specialize.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,9 +14,7 @@ from torch import Tensor
 from ..compat.torch_autograd import recording_autograd_in_operator
 from ..core.runtime import RUNTIME, keep_by_number
 from ..errors import UnsupportedError
-
-# (query, key, value, sinks, mask, scale, softcap) -> output `[batch, local, heads, value width]`.
-Attend = Callable[..., Tensor]
+from .split_attention import attend_to_split_sequence
 
 
 class _KeptGraph:
@@ -44,14 +41,12 @@ def _attention(
     is_causal: bool,
     keeps_graph: bool,
 ) -> tuple[Tensor, Tensor]:
-    from .attention_dispatch import attend_to_split_sequence
-
+    context_mask = RUNTIME.context_masks[int(mask)]
     with recording_autograd_in_operator(), torch.set_grad_enabled(keeps_graph):
-        inputs = [
-            None if tensor is None else tensor.detach().requires_grad_(keeps_graph) for tensor in (q, k, v, sinks)
-        ]
-        output = attend_to_split_sequence(*inputs, RUNTIME.context_masks[mask.item()], scale, softcap, is_causal)
-    graph = _KeptGraph(inputs, output)
+        q, k, v = (tensor.detach().requires_grad_(keeps_graph) for tensor in (q, k, v))
+        sinks = None if sinks is None else sinks.detach().requires_grad_(keeps_graph)
+        output = attend_to_split_sequence(q, k, v, sinks, context_mask, scale, softcap, is_causal)
+    graph = _KeptGraph([q, k, v, sinks], output)
     number = torch.tensor([id(graph)])
     if keeps_graph:
         keep_by_number(RUNTIME.attention_graphs, number, graph)
@@ -68,7 +63,7 @@ def _(q, k, v, sinks, mask, scale, softcap, is_causal, keeps_graph):  # type: ig
 def _attention_backward(
     grad: Tensor, number: Tensor, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None
 ) -> list[Tensor]:
-    graph = RUNTIME.attention_graphs.get(number.item())
+    graph = RUNTIME.attention_graphs.get(int(number))
     if graph is None:
         raise UnsupportedError(
             "The saved tensors of compiled context-parallel attention were copied (by hooks on saved tensors?), which "

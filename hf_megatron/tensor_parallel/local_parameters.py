@@ -81,7 +81,7 @@ class ActiveForwards(Shared):
         """
         if not isinstance(module, LocalParameters | _Tracked):
             module.forwards = self  # type: ignore[assignment]
-            module.__class__ = _tracked_class(type(module))  # type: ignore[assignment]
+            module.__class__ = _tracked_class(type(module))  # type: ignore[arg-type, assignment]
 
     def _enter(self, model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         self._of_model.add(id(model))

@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import CONFIG_MAPPING
 
-from hf_megatron.context_parallel import attention_dispatch
+from hf_megatron.context_parallel import compiled_attention
 from hf_megatron.core.fork_harness import run_ranks
 from hf_megatron.core.layouts import parse_layouts
 from hf_megatron.testing.parity import check_tiny_model
@@ -41,12 +41,12 @@ def test_compiled_moe_layers_match_single_process(layout):
 
 def test_wrong_compiled_attention_is_detected(monkeypatch):
     """Without the mask's offsets, compiled attention of split sequences would be causal within a rank's tokens."""
-    real = attention_dispatch.attend_to_split_sequence
+    real = compiled_attention.attend_to_split_sequence
 
     def attend(query, key, value, *args):
         return real(query, key, value.flip(2), *args)
 
-    monkeypatch.setattr(attention_dispatch, "attend_to_split_sequence", attend)
+    monkeypatch.setattr(compiled_attention, "attend_to_split_sequence", attend)
     tiny_model = make_tiny_model(CONFIG_MAPPING["qwen3"]())
     [layout] = parse_layouts("cp2")
     assert not check_tiny_model(tiny_model, layout, prepare=compile_layers, timeout=600).passed
