@@ -141,8 +141,8 @@ class RepeatedLayers(Shared):
         if added := sorted(self._find() - self._shared):
             name, entry = added[0]
             raise UnsupportedError(
-                f"Several of {name} have layer_idx = {entry}: a single process joins their keys in the cache that "
-                "use_cache=True creates. Give each layer a layer_idx of its own, or set model.config.use_cache = False."
+                f"Several modules of `{name}` have layer_idx = {entry}: a single process joins their keys in the cache "
+                "that use_cache=True creates. Give each layer a layer_idx of its own, or set model.config.use_cache = False."
             )
         self._known = layers
 

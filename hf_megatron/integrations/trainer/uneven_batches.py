@@ -1,5 +1,6 @@
 """Rejection of an incomplete last batch in trainers whose loss would count the samples repeated to fill it."""
 
+import warnings
 from collections.abc import Callable, Mapping, Sized
 from typing import Any, NamedTuple
 
@@ -24,12 +25,13 @@ def prepare_for_training(original: Callable, self: Any, max_steps: int, train_da
     """
     count_rows(self, train_dataloader)
     _require_full_batches(self, train_dataloader, max_steps)
-    if self.args.eval_strategy != "no":
-        datasets = self.eval_dataset if isinstance(self.eval_dataset, dict) else {"": self.eval_dataset}
-        for name, dataset in datasets.items():
+    datasets = self.eval_dataset if isinstance(self.eval_dataset, dict) else {"": self.eval_dataset}
+    for name, dataset in datasets.items():
+        is_evaluated = self.args.eval_strategy != "no"
+        if is_evaluated:
             require_ending(dataset, self.train_dataset)
-            if dataset is not None and not takes_any_rows(self):
-                require_full_evaluation(self, self.get_eval_dataloader(name or dataset))
+        if dataset is not None and not takes_any_rows(self):
+            _check_later_evaluation(self, self.get_eval_dataloader(name or dataset), is_evaluated=is_evaluated)
     pad_for_training(self, train_dataloader)
     return original(self, max_steps, train_dataloader, *args)
 
@@ -60,6 +62,16 @@ def require_full_evaluation(trainer: Any, loader: Any) -> None:
     """Raises `UnsupportedError` if an evaluation repeats samples that the trainer's loss may count."""
     if (last := _last_batch(trainer, loader)) is not None and last.is_counted_twice():
         _reject(trainer, last.describe(), "evaluate", "per_device_eval_batch_size")
+
+
+def _check_later_evaluation(trainer: Any, loader: Any, *, is_evaluated: bool) -> None:
+    """Raises before training if an evaluation during it would; warns if only a call of `evaluate` after it would."""
+    try:
+        require_full_evaluation(trainer, loader)
+    except UnsupportedError as error:
+        if is_evaluated:
+            raise
+        warnings.warn(f"trainer.evaluate() would raise: {error}", stacklevel=4)
 
 
 class _LastBatch(NamedTuple):

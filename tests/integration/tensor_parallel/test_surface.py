@@ -365,7 +365,7 @@ def test_repeated_layers_need_an_entry_of_the_cache(stories, config):
 
     def on_rank():
         model = repeat(config)
-        with pytest.raises(UnsupportedError, match="Several of layers have layer_idx = 1"):
+        with pytest.raises(UnsupportedError, match="Several modules of `layers` have layer_idx = 1"):
             model(**make_batch())
         return [measure(model if renumbers else repeat(config), renumbers) for renumbers in (True, False)]
 

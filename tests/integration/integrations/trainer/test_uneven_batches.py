@@ -176,3 +176,21 @@ def test_custom_classification_loss_is_rejected(tmp_path, is_stream):
         return trainer.state.global_step
 
     assert run_ranks(on_rank, 2) == [1 if is_stream else 0] * 2
+
+
+def test_rejected_evaluation_after_training_is_announced_before_it(tmp_path):
+    model_sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = LlamaConfig(vocab_size=64, num_labels=3, pad_token_id=0, **model_sizes)
+    AutoModelForSequenceClassification.from_config(config).save_pretrained(tmp_path / "model")
+
+    def on_rank():
+        rows = Dataset.from_list([{"input_ids": list(range(i + 3, i + 9)), "labels": i % 3} for i in range(9)])
+        model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "model", megatron_config=DP2)
+        arguments = TrainingArguments(str(tmp_path), **{**PLAIN, **make_batch_size_args(DP2), "max_steps": 1})
+        trainer = Weighted(model, arguments, train_dataset=rows.select(range(8)), eval_dataset=rows)
+        with pytest.warns(UserWarning, match=r"trainer.evaluate\(\) would raise: Weighted on 2 data-parallel ranks"):
+            trainer.train()
+        with pytest.raises(UnsupportedError, match="Weighted on 2"):
+            trainer.evaluate()
+
+    run_ranks(on_rank, 2)
