@@ -142,7 +142,7 @@ class RepeatedLayers(Shared):
             name, entry = added[0]
             raise UnsupportedError(
                 f"Several modules of `{name}` have layer_idx = {entry}: a single process joins their keys in the cache "
-                "that use_cache=True creates. Give each layer a layer_idx of its own, or set model.config.use_cache = False."
+                "that use_cache=True creates. Give each layer its own layer_idx, or set model.config.use_cache = False."
             )
         self._known = layers
 
