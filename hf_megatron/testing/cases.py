@@ -33,6 +33,7 @@ _CLASS_TASKS = {
     "SequenceClassification": "classification",
     "TokenClassification": "token_classification",
     "QuestionAnswering": "question_answering",
+    "MultipleChoice": "multiple_choice",
     "MaskedLM": "masked",
 }
 # Classes of types without a class that predicts tokens.

@@ -18,6 +18,7 @@ TASKS = {
     "classification": "AutoModelForSequenceClassification",
     "token_classification": "AutoModelForTokenClassification",
     "question_answering": "AutoModelForQuestionAnswering",
+    "multiple_choice": "AutoModelForMultipleChoice",
     "image": "AutoModelForImageTextToText",
     # Videos in addition to images, or alone if a model takes either.
     "video": "AutoModelForImageTextToText",
@@ -79,7 +80,8 @@ def make_batch(
     Returns:
         `dict[str, Tensor]`: `input_ids` and `attention_mask` of shape `[batch, sequence]`, and `labels` of the same
         shape, of `[batch, sequence - 2]` for `"seq2seq"` and of `[batch]` for `"classification"`; `start_positions` and
-        `end_positions` of `[batch]` instead for `"question_answering"`; no labels for `"hidden_states"`. Models with
+        `end_positions` of `[batch]` instead for `"question_answering"`; no labels for `"hidden_states"`. With
+        `"multiple_choice"` tokens and mask are `[batch, choices, sequence]`, labels `[batch]`. Models with
         several kinds of token types get `token_type_ids` of `[batch, sequence, kinds]`. Models with several codebooks
         get `input_ids` of `[batch, codebooks, sequence]` and `labels` of `[batch, sequence, codebooks]`.
     """
@@ -126,6 +128,10 @@ def make_batch(
             input_ids[torch.arange(batch_size), last] = config.eos_token_id
         first = torch.randint(num_labels, (1,), generator=generator)
         return batch | {"labels": (first + torch.arange(batch_size)) % num_labels}
+    if task == "multiple_choice":
+        choices = [input_ids, draw_tokens(sequence_length), draw_tokens(sequence_length)]
+        batch |= {"input_ids": torch.stack(choices, 1), "attention_mask": torch.stack([attention_mask] * 3, 1)}
+        return batch | {"labels": torch.arange(batch_size) % len(choices)}
     if task == "question_answering":
         starts = torch.randint(sequence_length // 2, (batch_size,), generator=generator)
         # An end beyond the sequence is ignored, as for a truncated context.

@@ -52,6 +52,7 @@ CASES = [
 TASKS = {"bert": "masked", "t5": "seq2seq"}
 # Heads with labels that are not tokens: one class per token, two positions per sequence.
 HEADS = [("bert", "token_classification", "tp2"), ("bert", "question_answering", "tp2+sp")]
+HEADS += [("bert", "multiple_choice", layout) for layout in ("tp2+sp", "pp2", "dp2")]
 
 
 @functools.lru_cache(maxsize=4)
