@@ -1,5 +1,6 @@
 """`.grad` of parameters whose gradients are in buckets: what it shows, and what a training loop does to it."""
 
+import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Protocol
@@ -59,6 +60,8 @@ class GradAccess(Shared):
         self._held: set[int] = set()
         # Parameters with a gradient whose proxy is not in `.grad` while a backward runs.
         self._detached: set[int] = set()
+        # Memory of gradients that the loop has put into `.grad`, of which this rank's shard was copied.
+        self._assigned: dict[int, weakref.ref[torch.UntypedStorage]] = {}
 
     def make_proxies(self, parameters: Iterable[nn.Parameter]) -> None:
         """Creates the proxy of each parameter's gradient."""
@@ -78,12 +81,14 @@ class GradAccess(Shared):
 
     def hide(self) -> None:
         """Empties `.grad` of all parameters."""
+        self._assigned.clear()
         for parameter in self.reducer.parameters:
             parameter.grad = None
 
     def clear(self, parameters: Iterable[nn.Parameter]) -> None:
         """Takes the proxies of discarded gradients out of `.grad`."""
         for parameter in parameters:
+            self._assigned.pop(id(parameter), None)
             if isinstance(parameter.grad, ShardedGrad):
                 parameter.grad = None
 
@@ -172,6 +177,7 @@ class GradAccess(Shared):
             for index, slot in enumerate(bucket.slots):
                 gradient = slot.parameter.grad
                 if gradient is None:
+                    self._assigned.pop(id(slot.parameter), None)
                     # Removed by the loop (`p.grad = None`): its reduction, which is collective, completes first.
                     if index in bucket.written or index in bucket.used:
                         self.reducer.complete()
@@ -180,8 +186,14 @@ class GradAccess(Shared):
                 elif not isinstance(gradient, ShardedGrad) or gradient.key != id(slot.parameter):
                     self.reducer.complete()
                     unsharded = gradient.read() if isinstance(gradient, ShardedGrad) else gradient
+                    if not isinstance(gradient, ShardedGrad):
+                        self._assigned[id(slot.parameter)] = weakref.ref(local_tensor(gradient).untyped_storage())
                     self._renew(slot.parameter)
                     self._replace(id(slot.parameter), unsharded)
+
+    def find_held_buffer(self) -> nn.Parameter | None:
+        """Returns a parameter whose assigned gradient the loop still holds; a backward would not add to that tensor."""
+        return next((self.parameter(key) for key, memory in self._assigned.items() if memory() is not None), None)
 
     def _renew(self, parameter: Tensor) -> None:
         """Replaces a parameter's proxy if something still refers to it; the old one raises when it is used."""

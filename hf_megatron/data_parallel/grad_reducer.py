@@ -167,6 +167,12 @@ class GradientReducer(Shared):
         if self.access.is_detached or (self._pending and any(bucket.written for bucket in self.buckets)):
             return
         self.access.sync_user_edits()
+        if (parameter := self.access.find_held_buffer()) is not None:
+            raise UnsupportedError(
+                f"{self.name_of(parameter)}.grad was assigned a tensor that the training loop still holds, and a "
+                "backward would add to another one: gradients are sharded over data-parallel ranks. Assign a clone() "
+                "and read `.grad` after backward, or set it to None before backward."
+            )
         self.access.detach_for_backward()
 
     def _reduce_unused(self) -> None:

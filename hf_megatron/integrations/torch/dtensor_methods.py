@@ -20,6 +20,7 @@ from ...compat.torch_fsdp import take_memory
 from ...core.collected_values import VALUE_PRESERVING, collected_value, pass_on_value
 from ...core.communication.full_tensor import gather_full_tensor, shard_like
 from ...core.communication.proxy_tensor import no_shared_memory, protect
+from ...core.communication.write_through import WrittenBack
 from ...core.mesh import is_layout_mesh
 from ...errors import CheckpointError, UnsupportedError
 
@@ -38,14 +39,26 @@ def _is_replicated(value: Any) -> bool:
     return isinstance(value, DTensor) and all(placement.is_replicate() for placement in value.placements)
 
 
+def _is_part(value: Tensor) -> bool:
+    """Returns whether a tensor is a view of another one with more entries."""
+    return isinstance(value, WrittenBack) or (value._is_view() and value._base.numel() > value.numel())  # type: ignore[union-attr]
+
+
 def _assign(parameter: Any, value: Any) -> None:
     """Assigns `data` of a parallelized model's DTensor, of any shape, including the local shard.
 
     Raises:
-        UnsupportedError: the value is not a DTensor with the parameter's placements or replicated on every rank.
+        UnsupportedError: the value is not a DTensor with the parameter's placements or replicated on every rank, or is
+            a view of a larger tensor.
     """
     # Check the mesh: a cast creates new parameters without attributes of the old ones.
     is_own = _is_own(parameter)
+    if is_own and _is_part(value):
+        raise UnsupportedError(
+            f"`.data` of a sharded parameter of shape {tuple(parameter.shape)} was assigned a view of a larger tensor: "
+            "it would get a copy, and edits of either would not reach the other. Assign a clone(), or load the model "
+            "without tensor parallelism and ZeRO stage 3."
+        )
     if is_own and _is_replicated(value) and value.shape == parameter.shape:
         # Padding in torch 2.11, which transformers applies to biases of tied heads, returns a replicated DTensor: shard
         # it again.
