@@ -35,13 +35,9 @@ class SharedBatch(Shared):
         # `n & (n - 1)` is 0 for powers of two only.
         if not self.groups or self.calls & (self.calls - 1):
             return
-        arguments = {f"argument {place}": value for place, value in enumerate(args)} | dict(kwargs)
-        tensors = {
-            name: value for name, value in arguments.items() if isinstance(value, Tensor) and _is_replicated(value)
-        }
-        if any(map(is_fake, tensors.values())):
+        checksums = batch_checksums(args, kwargs)
+        if checksums is None:
             return
-        checksums = {name: (tuple(value.shape), _checksum(value)) for name, value in tensors.items()}
         # Checksums are exchanged instead of the tensors themselves.
         for axis, group in self.groups.items():
             ranks = gather(checksums, group, "Comparing the batch of a replica's ranks", error_type=RankError)
@@ -56,6 +52,15 @@ class SharedBatch(Shared):
                     "manually, use accelerator.split_between_processes(...), not PartialState's method or the rank of "
                     "torch.distributed."
                 )
+
+
+def batch_checksums(args: tuple, kwargs: Mapping[str, Any]) -> dict[str, tuple] | None:
+    """Returns shape and checksum of a call's tokens, labels and masks by name; `None` for fake tensors."""
+    arguments = {f"argument {place}": value for place, value in enumerate(args)} | dict(kwargs)
+    tensors = {name: value for name, value in arguments.items() if isinstance(value, Tensor) and _is_replicated(value)}
+    if any(map(is_fake, tensors.values())):
+        return None
+    return {name: (tuple(value.shape), _checksum(value)) for name, value in tensors.items()}
 
 
 def _is_replicated(tensor: Tensor) -> bool:

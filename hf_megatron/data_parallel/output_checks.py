@@ -6,10 +6,12 @@ compute one loss. Calls and backwards only record scalars; all ranks exchange th
 ranks that make other numbers of backwards do not wait for each other.
 """
 
+import warnings
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..compat.shared import Shared
@@ -23,6 +25,7 @@ from ..losses.inline_losses import get_output_loss
 from ..losses.loss_terms import CHECKED_CALLS, differ_between_ranks
 from ..parallel_state import ParallelState
 from .autograd_boundary import LateOutput
+from .batch_checks import batch_checksums
 
 NAME = "output checks"
 
@@ -37,12 +40,14 @@ class CallRecord:
             `None` if there is none.
         gradients: name of an output -> two scalars, a checksum of its gradient that adds up over backwards, and the sum
             of the norms.
+        batch: checksums of the tokens, labels and masks, if data-parallel ranks may have received the same ones.
     """
 
     precision: float = 0.0
     loss: Tensor | float | None = None
     rest: Tensor | float | None = None
     gradients: dict[str, tuple[Any, Any]] = field(default_factory=dict)
+    batch: dict[str, tuple] | None = None
 
     def add_gradient(self, name: str, gradient: Tensor) -> None:
         """Adds the gradient of an output, of any shape."""
@@ -55,7 +60,8 @@ class CallRecord:
         """Returns the record with numbers in place of tensors."""
         gradients = {name: (float(checksum), float(norm)) for name, (checksum, norm) in self.gradients.items()}
         loss = None if self.loss is None else float(self.loss)
-        return CallRecord(self.precision, loss, None if self.rest is None else float(self.rest), gradients)
+        rest = None if self.rest is None else float(self.rest)
+        return CallRecord(self.precision, loss, rest, gradients, self.batch)
 
 
 def _checksum(gradient: Tensor) -> Tensor:
@@ -97,6 +103,7 @@ class OutputComparison(Shared):
         self.calls = self.steps = 0
         self.is_done = state.axes.size("world") == 1
         self._is_recorded = False
+        self._batch: Any = None
 
     def install(self) -> None:
         """Registers the checks with the model's hooks and its optimizers."""
@@ -110,6 +117,9 @@ class OutputComparison(Shared):
     @leave_uncompiled
     def _enter(self, model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         self._is_recorded = not self.is_done and self.calls < CHECKED_CALLS and self._records(model)
+        self._batch = None
+        if self._is_recorded and model.training and self.state.axes.size("dp") > 1:
+            self._batch = batch_checksums(args, kwargs) or None
         self.state.loss.shares = [] if self._is_recorded else None
 
     def _records(self, model: nn.Module) -> bool:
@@ -130,7 +140,7 @@ class OutputComparison(Shared):
         batch.shares, rest, batch.rest = None, batch.rest, None
         if output is None:
             return None
-        record = CallRecord()
+        record = CallRecord(batch=self._batch)
         if (loss := get_output_loss(output, takes_loss=batch.terms > 0)) is not None and not is_fake(loss):
             record.precision = torch.finfo(loss.dtype).eps
             record.loss, record.rest = loss.detach().clone(), rest
@@ -159,8 +169,21 @@ class OutputComparison(Shared):
                 for index, calls in enumerate(zip(*(records[rank] for rank in ranks), strict=False)):
                     self._require_same(axis, index + 1, calls)
         for ranks in self.state.axes.groups("dp") if self.state.axes.size("dp") > 1 else ():
-            for calls in zip(*(records[rank] for rank in ranks), strict=False):
+            calls_of_ranks = list(zip(*(records[rank] for rank in ranks), strict=False))
+            for calls in calls_of_ranks:
                 self._require_global_loss(calls)
+            batches = [[call.batch for call in calls] for calls in calls_of_ranks]
+            if batches and all(call[0] is not None and call.count(call[0]) == len(call) for call in batches):
+                self._warn_of_one_batch()
+
+    def _warn_of_one_batch(self) -> None:
+        if self.steps == 1 and dist.get_rank() == 0:
+            warnings.warn(
+                f"All data-parallel ranks trained {type(self.model).__name__} on the same batch: each sample counts "
+                "once per rank. Pass the DataLoader through accelerator.prepare(...), also in an overridden "
+                "get_train_dataloader.",
+                stacklevel=2,
+            )
 
     def _require_same(self, axis: str, call: int, records: tuple[CallRecord, ...]) -> None:
         tolerance = max(record.precision for record in records) ** 0.5

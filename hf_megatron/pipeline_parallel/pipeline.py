@@ -14,6 +14,7 @@ from ..data_parallel.grad_store import GradStore
 from ..errors import UnsupportedError
 from ..parallel_state import ParallelState
 from .batch_preparation import BatchPreparation
+from .buffer_checks import BufferCheck
 from .forward_checks import CallChecks
 from .layers_per_stage import stages_per_rank
 from .loss_grad_scale import LossScale
@@ -42,6 +43,7 @@ class Pipeline(Shared):
         runner (`StageRunner`): runs this rank's stages.
         tied (`TiedGradients`): gradients of weights that both ends of the pipeline hold.
         loss_scale (`LossScale`): expected gradient of the next loss.
+        buffer_check (`BufferCheck`): rejects modules whose buffers count the calls.
         wants_logits (`bool`): whether evaluation returns logits.
         read (`Callable`, *optional*): replaces the outputs of calls; see `reading`.
     """
@@ -66,6 +68,7 @@ class Pipeline(Shared):
         )
         self.tied = TiedGradients(model, cut, self.runner)
         self.loss_scale = LossScale(lambda: default_loss_scale(state.mesh.device))
+        self.buffer_check = BufferCheck(model)
         self.wants_logits = True
         self.read: Callable[[Any, slice], tuple[Tensor, ...]] | None = None
         self._has_auxiliary_loss: dict[Hashable, bool] = {}

@@ -66,7 +66,7 @@ class TrainStep:
         execution.backward.seeds = lambda microbatch_idx: (seed,)
         execution.backward.before_weights = self.gradients.before_backward
         execution.backward.on_added = self.gradients.store.collect
-        with self.gradients.collecting(), runner.streams.call():
+        with self.gradients.collecting(), runner.streams.call(), pipeline.buffer_check.watching(len(plan.microbatches)):
             runner.run(execution, actions)
         self.input_gradients = inputs.collect(self.state.mesh.pp_group)
         self._share_losses()

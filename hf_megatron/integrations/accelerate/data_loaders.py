@@ -79,6 +79,8 @@ def _agreed(loader: Any, iterator: Iterator[Any]) -> Iterator[Any]:
     device = "cpu" if "gloo" in dist.get_backend(group) else torch.accelerator.current_accelerator()
     while True:
         batch = next(iterator, nothing)
+        if isinstance(batch, CountedBatch) and batch.batch is None:
+            batch = nothing
         # [any rank ended, any rank continues]
         ended = torch.tensor([batch is nothing, batch is not nothing], dtype=torch.int, device=device)
         dist.all_reduce(ended, dist.ReduceOp.MAX, group=group)

@@ -101,7 +101,12 @@ def require_prompts(config: Any, state: Any) -> None:
             "PEFT calls the embedding outside the model's forward, where its weight is not gathered; use zero_stage=2",
         )
     if config.modules_to_save:
-        reject_adapter(f"{method} of PEFT with modules_to_save = {config.modules_to_save}", "valid is None")
+        names = list(dict.fromkeys(config.modules_to_save))
+        reject_adapter(
+            f"{method} of PEFT with a trained copy of {', '.join(names)}, which PEFT adds for task_type = "
+            f"{config.task_type!r},",
+            "prompts are trained alone; use LORA or IA3 for classification",
+        )
 
 
 def require_targets(tuner: Any, model: Any, adapter: str, state: Any) -> None:

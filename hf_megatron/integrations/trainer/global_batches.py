@@ -220,7 +220,14 @@ class _OwnRows:
             return batch
         # After concatenation, repeated samples could not be distinguished from others.
         local_samples = samples[first : first + self.size]
-        return self.collate(local_samples) if local_samples else mask_all_targets(self.collate(samples[:1]))
+        if local_samples:
+            return self.collate(local_samples)
+        return mask_all_targets(self.collate(samples[:1])) if isinstance(batch, Mapping) else self.fill_up(samples)
+
+    def fill_up(self, samples: list) -> Any:
+        """Returns a batch without names for a rank without samples: repeated ones, as from Accelerate."""
+        first = self.rank * self.size
+        return self.collate([samples[(first + index) % len(samples)] for index in range(self.size)])
 
     def _collated_again(self, samples: list) -> Any:
         """Collates samples separately: only the collator knows which images belong to which samples."""
@@ -238,7 +245,10 @@ class _FullStream(IterableDatasetShard):
 
 
 class CountedBatch(NamedTuple):
-    """A local batch with the size of the global batch, which is otherwise unknown at the end of a stream."""
+    """A local batch with the size of the global batch, which is otherwise unknown at the end of a stream.
+
+    The batch is `None` if the rank has no samples.
+    """
 
     batch: Any
     rows: int
@@ -246,6 +256,10 @@ class CountedBatch(NamedTuple):
 
 
 class _CountedRows(_OwnRows):
+    def fill_up(self, samples: list) -> Any:
+        """Returns `None`: the loader ends on all ranks where one has no samples whose targets can be masked."""
+        return None
+
     def __call__(self, samples: list) -> CountedBatch:
         return CountedBatch(super().__call__(samples), len(samples), self.size)
 

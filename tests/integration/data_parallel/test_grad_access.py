@@ -325,3 +325,62 @@ def test_edits_of_a_gradients_shape_are_rejected(stories, layout):
         assert bool((weight.grad == before).all())
 
     run_ranks(on_rank, config.ranks_per_replica * config.dp_size)
+
+
+def assign_flat_gradients(model):
+    parameters = list(model.parameters())
+    flat = torch.zeros(sum(parameter.numel() for parameter in parameters))
+    start = 0
+    for parameter in parameters:
+        parameter.grad = flat[start : start + parameter.numel()].view(parameter.shape)
+        start += parameter.numel()
+    return flat
+
+
+def assign_held_gradients(model):
+    buffers = [torch.zeros_like(parameter) for parameter in model.parameters()]
+    for parameter, buffer in zip(model.parameters(), buffers, strict=True):
+        parameter.grad = buffer
+    return buffers
+
+
+@pytest.mark.parametrize("assign", [assign_flat_gradients, assign_held_gradients])
+@pytest.mark.parametrize("layout", ["dp2+zero0", "dp2", "dp2+zero2"])
+def test_gradient_buffers_of_a_loop_are_rejected_before_backward(stories, layout, assign):
+    """A backward would not add to them: a norm that is read from a flat buffer would be 0."""
+    config = parse_layout(layout)
+
+    def on_rank():
+        model = AutoModelForCausalLM.from_pretrained(stories, megatron_config=config).train()
+        ids = torch.arange(12).view(2, 6)
+        buffer = assign(model)
+        with pytest.raises(UnsupportedError, match="still holds"):
+            model(input_ids=ids, labels=ids).loss.backward()
+        del buffer
+        model.zero_grad()
+        # Gradients that nothing else refers to are taken over.
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        model(input_ids=ids, labels=ids).loss.backward()
+        return float(model.lm_head.weight.grad.mean())
+
+    for mean in run_ranks(on_rank, 2):
+        assert mean == pytest.approx(1.0, abs=0.1)
+
+
+@pytest.mark.parametrize("layout", ["tp2", "dp2+zero3"])
+def test_views_of_flat_weights_are_rejected(stories, layout):
+    """A sharded weight would be a copy, and the flat buffer would stop following it."""
+    config = parse_layout(layout)
+
+    def on_rank():
+        model = AutoModelForCausalLM.from_pretrained(stories, megatron_config=config)
+        weights = list(model.parameters())
+        flat = torch.cat([weight.data.reshape(-1) for weight in weights])
+        with pytest.raises(UnsupportedError, match="view of a larger tensor"):
+            weights[0].data = flat[: weights[0].numel()].view_as(weights[0])
+        linear = nn.Linear(4, 4)
+        with pytest.raises(UnsupportedError, match="plain parameter"):
+            linear.weight.data = model.model.layers[0].mlp.up_proj.weight.data
+
+    run_ranks(on_rank, 2)
