@@ -321,6 +321,7 @@ def test_edits_of_a_gradients_shape_are_rejected(stories, layout):
         for name, edit in SHAPE_EDITS.items():
             with pytest.raises(UnsupportedError, match=name):
                 edit(weight.grad)
+        assert weight.grad.t().shape == before.t().shape
         weight.grad.detach_()
         assert bool((weight.grad == before).all())
 
@@ -356,11 +357,13 @@ def test_gradient_buffers_of_a_loop_are_rejected_before_backward(stories, layout
         buffer = assign(model)
         with pytest.raises(UnsupportedError, match="still holds"):
             model(input_ids=ids, labels=ids).loss.backward()
-        del buffer
-        model.zero_grad()
-        # Gradients that nothing else refers to are taken over.
         for parameter in model.parameters():
-            parameter.grad = torch.ones_like(parameter)
+            parameter.grad = None
+        model(input_ids=ids, labels=ids).loss.backward()
+        # Gradients that nothing else refers to are taken over.
+        ones = [torch.ones_like(parameter) for parameter in model.parameters()]
+        for parameter, one in zip(model.parameters(), ones, strict=True):
+            parameter.grad = one.clone()
         model(input_ids=ids, labels=ids).loss.backward()
         return float(model.lm_head.weight.grad.mean())
 
@@ -382,5 +385,9 @@ def test_views_of_flat_weights_are_rejected(stories, layout):
         linear = nn.Linear(4, 4)
         with pytest.raises(UnsupportedError, match="plain parameter"):
             linear.weight.data = model.model.layers[0].mlp.up_proj.weight.data
+        weights[0].data = flat[: weights[0].numel()].view_as(weights[0]).clone()
+        linear.weight.data = model.model.layers[0].mlp.up_proj.weight.full_tensor()
+        return float(linear.weight.detach().norm()), float(weights[0].detach().norm())
 
-    run_ranks(on_rank, 2)
+    norms = run_ranks(on_rank, 2)
+    assert norms[0] == norms[1] and all(norms[0])

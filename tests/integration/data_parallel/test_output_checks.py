@@ -1,10 +1,13 @@
 """Tests of the comparison of outputs over the ranks in the first training calls."""
 
 import contextlib
+import warnings
 
 import pytest
 import torch
 import torch.nn.functional as F
+from accelerate import Accelerator
+from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 from hf_megatron import ConfigError, MegatronConfig, UnsupportedError, prepare_optimizer
@@ -293,3 +296,22 @@ def test_ranks_without_the_comparison_are_noticed(stories, monkeypatch, method, 
     monkeypatch.setattr(output_checks.OutputComparison, method, lambda *args: None)
     with pytest.raises(RankError, match="DID NOT RAISE"):
         run_ranks(function, 2, stories, *arguments, timeout=100)
+
+
+def _train_on_loader(path, is_prepared):
+    model = load_model(path, MegatronConfig(dp_size=2)).train()
+    accelerator = Accelerator(cpu=True)
+    loader = DataLoader(
+        [{name: row[0] for name, row in make_batch(seed, 1).items()} for seed in range(8)], batch_size=2
+    )
+    optimizer = prepare_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    batches = accelerator.prepare(loader) if is_prepared else loader
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        _step(model, optimizer, next(iter(batches)))
+    return any("on the same batch" in str(warning.message) for warning in caught)
+
+
+@pytest.mark.parametrize("is_prepared", [False, True])
+def test_one_batch_on_all_data_parallel_ranks_warns(stories, is_prepared):
+    assert run_ranks(_train_on_loader, 2, stories, is_prepared) == [not is_prepared, False]
