@@ -83,6 +83,36 @@ def accumulator(leaf: torch.Tensor) -> Any:
     return torch.autograd.graph.get_gradient_edge(leaf).node
 
 
+class _Accumulators(torch.autograd.Function):
+    """Node whose edges lead to the accumulators of any number of leaves; one call costs less than one per leaf."""
+
+    @staticmethod
+    def forward(ctx: Any, *leaves: torch.Tensor) -> torch.Tensor:
+        return torch.empty(0)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        raise AssertionError("the node only lists edges")
+
+
+def accumulators(leaves: list[torch.Tensor]) -> list[Any]:
+    """Returns the autograd nodes that accumulate into the gradients of leaves of any shape."""
+    if not leaves:
+        return []
+    with torch.enable_grad():
+        # Past `Function.apply`, which looks at each argument for the wrappers of torch.func.
+        listed = super(torch.autograd.Function, _Accumulators).apply(*leaves)  # type: ignore[misc]
+    return [node for node, _ in listed.grad_fn.next_functions]
+
+
+def leaves_in_graphs(leaves: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Returns the leaves, of any shape, that a graph may refer to: their accumulators hold them.
+
+    `torch.utils.swap_tensors` asks in the same way (private in torch 2.11 to 2.13).
+    """
+    return [leaf for leaf in leaves if leaf._use_count() > 1]  # type: ignore[attr-defined]
+
+
 def backward_node(function: Any) -> Any:
     """Returns the class of the graph nodes that an autograd function creates (private in torch 2.11 to 2.13)."""
     return function._backward_cls
@@ -91,6 +121,11 @@ def backward_node(function: Any) -> Any:
 def runs_all(node: Any) -> bool:
     """Returns, inside a backward, whether it runs this node; without `inputs=` it runs all nodes (private)."""
     return torch._C._will_engine_execute_node(node)  # type: ignore[attr-defined]
+
+
+def runs_any(nodes: Iterable[Any]) -> bool:
+    """Returns, inside a backward, whether it runs one of these nodes (private); see `runs_all`."""
+    return any(map(torch._C._will_engine_execute_node, nodes))  # type: ignore[attr-defined]
 
 
 def is_asked_for(leaf: torch.Tensor) -> bool:

@@ -1,6 +1,6 @@
 """Private symbols of torch's FSDP2."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import wraps
 from typing import Any
@@ -9,16 +9,24 @@ import torch
 from torch.distributed.tensor import DTensor
 
 
-def unsharded_parameters(model: Any) -> Iterator[torch.Tensor]:
-    """Yields the unsharded weights, of any shape, that FSDP2 computes with (private in torch 2.11 to 2.13)."""
+def unsharded_parameters(model: Any) -> list[torch.Tensor]:
+    """Returns the unsharded weights, of any shape, that FSDP2 computes with."""
+    return find_unsharded(sharded_states(model))
+
+
+def sharded_states(model: Any) -> list[Any]:
+    """Returns FSDP2's states of the parameters that it shards (private in torch 2.11 to 2.13)."""
     from torch.distributed.fsdp import FSDPModule
 
-    for module in model.modules():
-        group = module._get_fsdp_state()._fsdp_param_group if isinstance(module, FSDPModule) else None
-        for sharded in () if group is None else group.fsdp_params:
-            # Created by the first forward.
-            if (unsharded := vars(sharded).get("_unsharded_param")) is not None:
-                yield unsharded
+    units = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    groups = [unit._get_fsdp_state()._fsdp_param_group for unit in units]
+    return [sharded for group in groups if group is not None for sharded in group.fsdp_params]
+
+
+def find_unsharded(states: Iterable[Any]) -> list[torch.Tensor]:
+    """Returns the unsharded weights, of any shape, of FSDP2's states; the first forward creates them."""
+    found = [vars(sharded).get("_unsharded_param") for sharded in states]
+    return [unsharded for unsharded in found if unsharded is not None]
 
 
 # Attribute of a parameter sharded by FSDP2: FSDP2's state of it.

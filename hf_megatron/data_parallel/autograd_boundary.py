@@ -129,12 +129,23 @@ def walk(nodes: list[Any], stop_at: tuple[type, ...] = ()) -> tuple[list[Tensor]
     Returns:
         the leaves that were reached, of any shape, and the nodes of the classes `stop_at`, where the walk ends.
     """
+    found = walk_up_to(None, nodes, stop_at)
+    assert found is not None
+    return found
+
+
+def walk_up_to(
+    limit: int | None, nodes: list[Any], stop_at: tuple[type, ...] = ()
+) -> tuple[list[Tensor], list[Any]] | None:
+    """Walks autograd's graph as `walk` does; returns `None` if it has more than `limit` nodes up to `stop_at`."""
     leaves, stopped, left, seen = [], [], list(nodes), {None}
     while left:
         node = left.pop()
         if node in seen:
             continue
         seen.add(node)
+        if limit is not None and len(seen) > limit:
+            return None
         if isinstance(node, stop_at):
             stopped.append(node)
         elif isinstance(leaf := getattr(node, "variable", None), Tensor):
@@ -170,12 +181,15 @@ class GradientWatch:
 
     An additional leaf, the anchor, is attached to the outputs: `backward()` always reaches it, while
     `torch.autograd.grad` and `backward(inputs=...)` do not, because it is never among their inputs.
+
+    Attributes:
+        node: autograd node of the anchor.
     """
 
     def __init__(self) -> None:
         # Shape `[0]`: it is not a trained tensor.
         self._anchor = torch.zeros(0, requires_grad=True)
-        self._node = accumulator(self._anchor)
+        self.node = accumulator(self._anchor)
 
     def over(
         self, output: Any, begin: Callable[[], None], reject: Callable[[Any], None], alongside: Sequence[Tensor] = ()
@@ -190,7 +204,7 @@ class GradientWatch:
         """
 
         def checked(node: Any) -> None:
-            if runs_all(self._node):
+            if runs_all(self.node):
                 begin()
             else:
                 reject(node)

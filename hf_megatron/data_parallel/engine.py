@@ -38,6 +38,7 @@ from .inplace_edits import PartVersions, unedited
 from .model_parameters import MARK, REPLACED, ModelParameters
 from .module_checks import ModuleGuards
 from .optimizer_classes import steps_on_single_parameters
+from .parameter_identities import ParameterIdentities
 from .step_status import StepCallbacks, StepStatus
 
 
@@ -61,6 +62,7 @@ class DataParallel(Shared):
         # Read in every forward and backward: the property walks all shardings.
         self._splits_weights = state.splits_weights
         self.parameters = ModelParameters(model, state)
+        self.identities = ParameterIdentities(model)
         self.reducer: GradientReducer | None = None
         self.callbacks = StepCallbacks()
         self.step_status = StepStatus(state.config.max_skipped_steps, self._describe_nonfinite)
@@ -75,6 +77,7 @@ class DataParallel(Shared):
         # Forwards after which a script's collectives over the default group are looked for.
         self._watched_forwards = 3 if state.config.ranks_per_replica > 1 else 0
         self._left_inference_mode = ExitStack()
+        self._watch: GradientWatch | None = None
         self._optimizers: list[weakref.ref] = []
         self.parameters.mark(self.parameters.current(), self)
         self._install(state)
@@ -111,6 +114,7 @@ class DataParallel(Shared):
         duplicate.model, duplicate._modules, duplicate._optimizers = model, ModuleGuards(model), []
         duplicate.state = copy.deepcopy(self.state, memo)
         duplicate.parameters = self.parameters.for_copy(model, duplicate.state)
+        duplicate.identities = ParameterIdentities(model)
         duplicate.callbacks = StepCallbacks()
         duplicate.step_status = StepStatus(self.config.max_skipped_steps, duplicate._describe_nonfinite)
         duplicate.forward_status = copy.copy(self.forward_status)
@@ -186,6 +190,7 @@ class DataParallel(Shared):
         alongside = [p for p in sharded if p.requires_grad and not self.reduces(p)]
         require = self.unedited() if self._fsdp is not None else _pass
         begin, reject = partial(_begin_backward, engine, require), partial(_check_backward, engine)
+        assert self._watch is not None
         return self._watch.over(output, begin, reject, alongside)
 
     def _reject_trained_base(self, parameters: list[nn.Parameter]) -> None:
@@ -238,6 +243,7 @@ class DataParallel(Shared):
 
     def scan(self) -> None:
         """Registers modules and parameters that were added or replaced."""
+        self.identities.reset()
         self.parameters.scan()
         self._modules.scan()
         self.parameters.mark(self.parameters.current(), self)
@@ -250,7 +256,7 @@ class DataParallel(Shared):
     def adopts(self, parameter: Tensor) -> bool:
         """Returns whether a tensor of any shape came to the model with a replaced module; scans the model then."""
         # FSDP2 swaps parameters for unsharded ones and back.
-        if self._fsdp is not None or not self.parameters.has(parameter):
+        if self._fsdp is not None or id(parameter) not in self.identities.current():
             return False
         self.scan()
         return True
@@ -293,6 +299,10 @@ class DataParallel(Shared):
     def any_trained_parameter(self) -> nn.Parameter | None:
         """Returns one of this rank's trained parameters, of any shape."""
         return next((parameter for parameter in self.parameters.marked if parameter.requires_grad), None)
+
+    def output_anchor(self) -> Any | None:
+        """Returns the autograd node that every backward through the model's outputs runs, if they are watched."""
+        return None if self._watch is None else self._watch.node
 
     @property
     def gradients(self) -> GradStore:

@@ -120,10 +120,6 @@ class ModelParameters(Shared):
         """Returns whether a tensor of any shape is one of this rank's parameters."""
         return id(parameter) in self._identities
 
-    def has(self, parameter: Tensor) -> bool:
-        """Returns whether a tensor of any shape is a parameter of the model, by walking it."""
-        return any(parameter is other for other in self.model.parameters())
-
     def names(self) -> dict[int, str]:
         """Returns the name in the state dict by identity of each parameter; a tied one has its first name."""
         return {id(parameter): name for name, parameter in self.model.named_parameters()}

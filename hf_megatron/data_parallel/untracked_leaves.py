@@ -2,25 +2,33 @@
 
 They are not among the model's parameters. Autograd's graph is searched for them when a backward begins: between the
 loss and the models' outputs every time, and inside the models after their first forward or a change of forward hooks.
+Graphs of models without data parallelism are not searched.
 """
 
+from collections.abc import Callable
 from functools import cached_property, partial
 from typing import Any
 
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
-from ..compat.torch_autograd import in_backward
-from ..compat.torch_fsdp import unsharded_parameters
+from ..compat.torch_autograd import accumulators, in_backward, leaves_in_graphs, runs_any
 from ..errors import UnsupportedError
-from .autograd_boundary import LEAVING, STOPPED, UNREDUCED, reject_untracked, walk
+from .autograd_boundary import LEAVING, STOPPED, UNREDUCED, reject_untracked, walk, walk_up_to
 from .engine import DataParallel, all_engines, data_parallel_engines, get_engine
 from .fsdp_checks import is_sharded
 from .model_parameters import carries_engine
 
 
-def check_backward(tensors: Any) -> None:
+def check_backward(tensors: Any, *, is_partial: bool = False) -> list[Any]:
     """Checks the leaves that a backward from tensors of any shape will reach.
+
+    Args:
+        is_partial (`bool`): whether the backward computes the gradients of some leaves only.
+
+    Returns:
+        handles to remove after the backward. A large graph is checked when the backward begins: torch tells then, by
+        a query per parameter, whether the graph has anything to do with a data-parallel model.
 
     Raises:
         UnsupportedError: if a trained tensor gets a gradient through a data-parallel model without being one of its
@@ -28,15 +36,55 @@ def check_backward(tensors: Any) -> None:
     """
     engines = data_parallel_engines()
     if not engines:
-        return
+        return []
     is_inner = in_backward() or any(engine.forward_status.is_running for engine in engines)
     looks_inside = any(engine.forward_status.is_unknown for engine in engines)
     if is_inner and not looks_inside:
         # Backwards of recomputed layers (gradient checkpointing) and of a pipeline's schedule.
-        return
-    # `outside`: leaves between the roots and the models' outputs; `leaving`: the nodes of these outputs.
+        return []
     roots = [tensors] if isinstance(tensors, Tensor | GradientEdge) else tensors
-    outside, leaving = walk([root.grad_fn if isinstance(root, Tensor) else root.node for root in roots], LEAVING)
+    nodes = [root.grad_fn if isinstance(root, Tensor) else root.node for root in roots]
+    found = walk_up_to(None if is_inner or is_partial else _SMALL, nodes, LEAVING)
+    if found is None:
+        probe = _Probe(engines, lambda: _check_leaves(engines, *walk(nodes, LEAVING), looks_inside, is_inner))
+        return [node.register_prehook(probe) for node in set(nodes) if node is not None]
+    _check_leaves(engines, *found, looks_inside, is_inner)
+    return []
+
+
+# Nodes of a graph that cost less to walk than to ask torch about.
+_SMALL = 64
+
+
+class _Probe:
+    """Pre-hook of a backward's roots; calls `check` if the backward reaches outputs or parameters of some engines.
+
+    Walking the graph of a plain model costs a third of its backward. The graph of a model's outputs, or of single
+    layers that were called, has the accumulators of the model's parameters, or the anchor of the outputs.
+    """
+
+    def __init__(self, engines: list[DataParallel], check: Callable[[], None]):
+        self.check: Callable[[], None] | None = check
+        used = leaves_in_graphs([leaf for engine in engines for leaf in engine.identities.differentiable()])
+        anchors = [anchor for engine in engines if (anchor := engine.output_anchor()) is not None]
+        self.nodes = [*anchors, *accumulators(used)]
+
+    def __call__(self, gradients: Any) -> None:
+        # The first root that runs decides; the others have nothing to add.
+        check, self.check = self.check, None
+        if check is not None and runs_any(self.nodes):
+            check()
+
+
+def _check_leaves(
+    engines: list[DataParallel], outside: list[Tensor], leaving: list[Any], looks_inside: bool, is_inner: bool
+) -> None:
+    """Raises `UnsupportedError` for trained leaves of a backward, of any shape, whose gradients are not reduced.
+
+    Args:
+        outside (`list[Tensor]`): leaves between the roots and the models' outputs.
+        leaving (`list`): the nodes of these outputs.
+    """
     inside = [node.next_functions[0][0] for node in leaving]
     leaves, _ = walk(inside, STOPPED) if looks_inside else ([], [])
     tracked = _Own(engines)
@@ -71,20 +119,17 @@ class _Own:
 
     @cached_property
     def _unsharded(self) -> set[int]:
-        sharded = (engine.model for engine in self.engines if engine.state.shards_weights)
-        return {id(parameter) for model in sharded for parameter in unsharded_parameters(model)}
+        return {id(parameter) for engine in self.engines for parameter in engine.identities.unsharded()}
 
     @cached_property
-    def _parameters(self) -> set[int]:
-        return {id(parameter) for engine in all_engines() for parameter in engine.model.parameters()}
+    def _parameters(self) -> list[set[int]]:
+        return [engine.identities.current() for engine in all_engines()]
 
     def get_engine(self, leaf: Tensor) -> DataParallel | None:
         """Returns the engine of the model that a leaf of any shape is a parameter of."""
-        # Identities are collected once: a search per leaf would cost leaves x parameters if a plain model runs a
-        # backward in the same process.
         known = (
             carries_engine(leaf)
-            or id(leaf) in self._parameters
+            or any(id(leaf) in identities for identities in self._parameters)
             or any(engine.parameters.holds(leaf) for engine in self.engines)
         )
         return get_engine(leaf) if known else None

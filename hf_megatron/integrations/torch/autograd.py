@@ -15,13 +15,14 @@ def backward(original: Callable, tensors: Any, *args: Any, **kwargs: Any) -> Non
     Of the requested `inputs`, this rank differentiates its own. If all of them are off-stage, it still takes part in
     the backward, because other stages wait for its sends and receives.
     """
+    checks: list[Any] = []
     if RUNTIME.models:
         from ...core.off_stage import compute_gradients, is_off_stage, own_terms
         from ...data_parallel.untracked_leaves import check_backward
 
         tensors = own_terms(tensors)
-        check_backward(tensors)
         inputs = kwargs.get("inputs")
+        checks = check_backward(tensors, is_partial=inputs is not None or len(args) > 4)
         inputs = list(inputs.values()) if isinstance(inputs, dict) else inputs
         if isinstance(inputs, list | tuple) and any(map(is_off_stage, inputs)):
             kwargs["inputs"] = [tensor for tensor in inputs if not is_off_stage(tensor)]
@@ -30,7 +31,11 @@ def backward(original: Callable, tensors: Any, *args: Any, **kwargs: Any) -> Non
                 options = dict(zip(names, args, strict=False)) | {n: kwargs[n] for n in names if n in kwargs}
                 compute_gradients(tensors, inputs, options.pop("grad_tensors", None), **options)
                 return
-    original(tensors, *args, **kwargs)
+    try:
+        original(tensors, *args, **kwargs)
+    finally:
+        for check in checks:
+            check.remove()
 
 
 def run_backward(
