@@ -169,8 +169,9 @@ class MegatronConfig:
             spans the ranks of a stage in the order tp, cp, dp, as a divisor or a multiple of each.
         etp_size (`int`, *optional*): ranks that shard the widths of every expert (expert tensor parallel), `tp_size`
             or 1; by default 1 with an `ep_size` of 2 or more, where ep takes the tp ranks itself.
-        loss_chunk_size (`int`, *optional*): tokens per chunk of the fused head and cross entropy; the local logits of
-            only one chunk exist at a time. By default all tokens are one chunk.
+        loss_chunk_size (`int`, *optional*): tokens per chunk of the fused head and cross entropy, on every layout; the
+            local logits of only one chunk exist at a time. By default all tokens are one chunk, and without tensor
+            and context parallelism the model computes its logits and its loss as transformers does.
         router_aux_loss_scope (`str`, defaults to `"batch"`): scope of a router's load balancing loss, if the model
             adds one (`output_router_logits`): `"batch"`, the global batch, as in a single process; `"sequence"`, each
             sequence, which is independent of the layout; `"microbatch"`, the tokens of one local forward; `"global"`,

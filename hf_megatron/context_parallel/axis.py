@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..compat.transformers_models import reshapes_to_inputs
 from ..core.communication.rng import StreamOfPart
@@ -13,8 +13,7 @@ from ..tensor_parallel.axis import GUARDS, REGIONS
 from ..tensor_parallel.forward_checks import OutputChecks
 from ..tensor_parallel.install_regions import leaves_layers_out
 from ..tensor_parallel.layer_rng import SyncedRngState
-from ..tensor_parallel.local_parameters import ActiveForwards, swap_class
-from ..tensor_parallel.loss_mode import install_pending_loss
+from ..tensor_parallel.unsharded_head import is_plain_head, make_lazy
 from ..tensor_parallel.vocab_parallel_head import VocabParallelHead
 from .attention import ContextGroups
 from .full_sequence_blocks import FullSequenceBlock
@@ -115,14 +114,10 @@ def place_head(model: Any, state: ParallelState, stack: ContextStack, layers: st
     """
     head = model.get_output_embeddings()
     if not isinstance(head, VocabParallelHead):
-        is_plain = isinstance(head, nn.Linear) and type(head).forward is nn.Linear.forward
-        if state.axes.size("tp") > 1 or not is_plain:
+        if state.axes.size("tp") > 1 or not is_plain_head(head):
             return UserHookChecks(model, layers)
         # A head without tp becomes lazy too, so that its loss can be computed from local tokens.
-        swap_class(head, VocabParallelHead)
-        head.mesh, head.forwards = state.mesh, ActiveForwards()
-        head.loss_chunk_size = state.config.loss_chunk_size
-        install_pending_loss(model, state)
+        make_lazy(head, model, state)
     head.part_of = stack.part_of
     guards = UserHookChecks(model, layers)
     if not reshapes_to_inputs(type(model.base_model)) and not stack.has_layer_drop:

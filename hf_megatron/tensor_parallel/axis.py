@@ -30,6 +30,7 @@ from .region import SEQUENCE_DIM
 from .sharding_rules import assign_shardings, expand_plan, expand_regions, local_sizes, matching, shared_heads
 from .structure import Structure, find_structure, uniform_row
 from .styles import AXIS, ModuleContext, style
+from .unsharded_head import chunks_loss, install_unsharded_head, require_plain_head
 from .user_hooks.hooks import UserHooks
 from .user_hooks.module_calls import CallsInHooks
 from .user_hooks.module_layouts import Activations
@@ -71,6 +72,7 @@ def place(model: Any, state: ParallelState) -> None:
     """
     tp_size, spec, sequence_parallel = state.axes.size(AXIS), state.spec, state.config.sequence_parallel
     if tp_size == 1:
+        require_plain_head(model, state)
         return
     if sequence_parallel and spec.sp.no_sequence_parallel is not None:
         raise UnsupportedError(
@@ -170,6 +172,8 @@ def install(model: Any, state: ParallelState) -> None:
     """Installs the parallel forward of every module of a loaded model."""
     plan: TensorPlan | None = state.placed.get(NAME)
     if plan is None:
+        if chunks_loss(state):
+            install_unsharded_head(model, state)
         return
     mesh, config = state.mesh, state.config
     # Hooks with ids from here on belong to this library; users' hooks come later.

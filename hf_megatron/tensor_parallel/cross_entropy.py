@@ -31,7 +31,7 @@ class CrossEntropyOptions:
     """Non-tensor arguments of the kernel.
 
     Args:
-        group (`ProcessGroup`): the ranks that split the vocabulary.
+        group (`ProcessGroup`, *optional*): the ranks that split the vocabulary; `None` if one rank has all of it.
         vocab_start (`int`): global id of this rank's first vocabulary entry.
         vocabulary (`int`): size of the full vocabulary.
         transform (`Callable`, *optional*): elementwise function of the logits (soft-cap, scale).
@@ -41,7 +41,7 @@ class CrossEntropyOptions:
         with_gradient (`bool`): compute the gradients in the forward.
     """
 
-    group: dist.ProcessGroup
+    group: dist.ProcessGroup | None
     vocab_start: int
     vocabulary: int
     transform: Transform | None = None
@@ -79,7 +79,8 @@ def _token_losses(logits: Tensor, targets: Tensor, options: CrossEntropyOptions)
     tokens, rows = logits.shape
     # [tokens]: maximum over the full vocabulary; a rank without entries contributes -inf.
     maximum = logits.max(-1).values if rows else logits.new_full((tokens,), -torch.inf)
-    dist.all_reduce(maximum, op=dist.ReduceOp.MAX, group=options.group)
+    if options.group is not None:
+        dist.all_reduce(maximum, op=dist.ReduceOp.MAX, group=options.group)
     shifted = logits.sub_(maximum.unsqueeze(-1))
 
     # Local index of each target, clamped to a valid one where another rank owns it.
@@ -96,7 +97,8 @@ def _token_losses(logits: Tensor, targets: Tensor, options: CrossEntropyOptions)
     # In place: the logits' buffer now holds the exponentials [tokens, vocab / tp].
     exponentials = shifted.exp_()
     sums[0] = exponentials.sum(-1)
-    dist.all_reduce(sums, group=options.group)
+    if options.group is not None:
+        dist.all_reduce(sums, group=options.group)
 
     # loss = log(sum of exponentials) - target logit, both relative to the maximum, which cancels.
     log_sum = sums[0].log()
@@ -260,4 +262,6 @@ def linear_cross_entropy(
         denominator = (targets != options.ignore_index).sum()
     scale = 1.0 / torch.as_tensor(denominator, device=hidden.device, dtype=torch.float32)
     # Without targets the scale is infinite, and 0 * inf is the NaN that a single process returns.
-    return _LinearCrossEntropy.apply(copy_to_ranks(hidden, options.group), weight, bias, targets, scale, options)
+    if options.group is not None:
+        hidden = copy_to_ranks(hidden, options.group)
+    return _LinearCrossEntropy.apply(hidden, weight, bias, targets, scale, options)

@@ -163,7 +163,10 @@ class ShardedLogits(LateOutput):
         if warn:
             warnings.warn(
                 "Full logits are gathered from all ranks: reading `outputs.logits` in training, or a loss outside the "
-                "model, costs the memory that the vocab-parallel loss saves.",
+                "model, costs the memory that the vocab-parallel loss saves."
+                if self.head.is_split or self.tokens is not None
+                else "Full logits are computed: reading `outputs.logits` in training, or a loss outside the model, costs "
+                "the memory that `loss_chunk_size` saves.",
                 stacklevel=3,
             )
         logits = self._unsharded()
@@ -191,8 +194,9 @@ class ShardedLogits(LateOutput):
 
     def _gathered(self) -> Tensor:
         # [..., vocab / tp] -> [..., vocab]; with a split sequence [batch, local, vocab] -> [batch, sequence, vocab].
-        local = self.transform(self.head.local_logits(self.hidden))
-        logits = gather_from_ranks(local, -1, self.head.out_features, self.head.group)
+        logits = self.transform(self.head.local_logits(self.hidden))
+        if self.head.is_split:
+            logits = gather_from_ranks(logits, -1, self.head.out_features, self.head.group)
         return logits if self.tokens is None else self.tokens.join(logits).view(self.shape)
 
     def __getattr__(self, name: str) -> Any:
@@ -234,7 +238,7 @@ class ShardedLogits(LateOutput):
         head = self.head
         weight, bias = weight_in_use(head), local_view(head.bias)
         options = CrossEntropyOptions(
-            group=head.group,
+            group=head.group if head.is_split else None,
             vocab_start=head.vocab_start,
             vocabulary=head.out_features,
             transform=self.transform if self.functions else None,
@@ -287,13 +291,18 @@ class VocabParallelHead(ColumnParallelLinear):
     part_of: Callable[[Tensor], tuple[Tensor, TokensOfRank | None]] | None = None
 
     @property
+    def is_split(self) -> bool:
+        """Whether several ranks have shards of the vocabulary."""
+        return self.mesh.tp_size > 1
+
+    @property
     def vocab_start(self) -> int:
         return bounds(self.weight.shape[0], self.mesh.tp_size, self.mesh.tp_rank)[0]
 
     def local_logits(self, hidden: Tensor) -> Tensor:
         """Computes this rank's logits `[..., vocab / tp]` from `[..., hidden]`."""
         # Input replicated; each rank's vocabulary shard yields a partial gradient of it, which is all-reduced.
-        return self.matmul(copy_to_ranks(hidden, self.group), local_view(self.bias))
+        return self.matmul(copy_to_ranks(hidden, self.group) if self.is_split else hidden, local_view(self.bias))
 
     def forward(self, x: Tensor) -> Any:
         tokens = None

@@ -25,12 +25,15 @@ from tests.helpers import dp_training
 from tests.helpers.dp_training import clone_parameters, count_ranks, restore_parameters, shard_batch
 
 LAYOUTS = ["tp2", "tp2+sp", "dp2+zero0", "dp2", "dp2+zero2", "dp2+zero3", "tp2+dp2"]
-# "+split" selects a schedule that computes input and weight gradients separately.
+# "+split" selects a schedule that computes input and weight gradients separately, "+chunks" a loss in chunks of tokens.
 PIPELINES = ["pp2", "pp2+split", "tp2+pp2", "pp2+dp2+zero0", "pp2+dp2", "pp2+dp2+zero2", "pp2+dp2+zero3"]
 FULL_BATCH_LAYOUTS = ["tp2", "tp2+sp", "pp2", "tp2+pp2"]
 
 
 def parse_layout(text):
+    if text.endswith("+chunks"):
+        # Neither the tokens of a batch nor those of a sample divide by it.
+        return replace(parse_layout(text.removesuffix("+chunks")), loss_chunk_size=5)
     config = dp_training.parse_layout(text.removesuffix("+split"))
     if text.endswith("+split"):
         config = replace(config, pipeline_schedule="interleaved_zero_bubble", virtual_stages=1)

@@ -1,4 +1,7 @@
-"""Tests of logits read after the forward, with a vocab-parallel head that ZeRO-3 shards further over dp ranks."""
+"""Tests of logits read after the forward, with a vocab-parallel head that ZeRO-3 shards further over dp ranks.
+
+"+chunks" are layouts without tensor parallelism, whose head is a vocab-parallel head over one rank.
+"""
 
 import pytest
 import torch
@@ -72,13 +75,13 @@ def runs(request, tmp_path_factory):
     return PatternRuns(folder, LOOP_PATTERNS)
 
 
-@pytest.mark.filterwarnings("ignore:Full logits are gathered")
+@pytest.mark.filterwarnings("ignore:Full logits are")
 @pytest.mark.parametrize(
     ("text", "loop_pattern"),
     [
         *(
             (text, loop_pattern)
-            for text in ("tp2+dp2+zero3", "tp2+dp2")
+            for text in ("tp2+dp2+zero3", "tp2+dp2", "dp2+zero1+chunks", "dp2+zero3+chunks")
             for loop_pattern in LOOP_PATTERNS
             if loop_pattern != "differentiate_logits"
         ),
@@ -89,8 +92,8 @@ def test_loop_patterns_match_single_process(runs, text, loop_pattern):
     runs.compare(text, loop_pattern)
 
 
-@pytest.mark.filterwarnings("ignore:Full logits are gathered")
-@pytest.mark.parametrize("text", ["tp2+dp2+zero3", "tp2+dp2"])
+@pytest.mark.filterwarnings("ignore:Full logits are")
+@pytest.mark.parametrize("text", ["tp2+dp2+zero3", "tp2+dp2", "dp2+zero3+chunks"])
 def test_autograd_grad_is_rejected_with_data_parallelism(runs, text):
     runs.refused(
         text, "differentiate_logits", "torch.autograd.grad with respect to parameters of a data parallel model"

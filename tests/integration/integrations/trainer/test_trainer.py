@@ -140,6 +140,20 @@ def test_torch_compile_compiles_layers(stories, tmp_path, layout):
     compare(stories, tmp_path, layout, kind=CompilingTrainer, max_steps=3, timeout=600, **compile)
 
 
+@pytest.mark.parametrize(
+    "layout",
+    [
+        MegatronConfig(dp_size=2, zero_stage=3, loss_chunk_size=7),
+        MegatronConfig(pp_size=2, num_microbatches=2, loss_chunk_size=7),
+    ],
+    ids=lambda config: config.layout(),
+)
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_loss_in_chunks(stories, tmp_path, layout, smoothing):
+    """With label smoothing Trainer computes the loss from full logits."""
+    compare(stories, tmp_path, layout, label_smoothing_factor=smoothing, max_steps=3)
+
+
 def test_custom_compute_loss_with_unlogged_steps(stories, tmp_path):
     """The last batch of an epoch is not full, and the mean training loss includes steps after the last log."""
     compare(stories, tmp_path, MegatronConfig(dp_size=2), kind=OwnLoss, logging_steps=4, eval_steps=1)
