@@ -34,7 +34,8 @@ def require_plain_head(model: Any, state: ParallelState) -> None:
         return
     raise UnsupportedError(
         f"MegatronConfig.loss_chunk_size = {state.config.loss_chunk_size}: {module_name(model, head)} is a "
-        f"{type(head).__name__}, and only the logits of nn.Linear can be computed in chunks. Remove loss_chunk_size."
+        f"{type(head).__name__}, and only the logits of nn.Linear can be computed in chunks. Load the model "
+        "without loss_chunk_size."
     )
 
 

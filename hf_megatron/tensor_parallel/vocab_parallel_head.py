@@ -165,8 +165,8 @@ class ShardedLogits(LateOutput):
                 "Full logits are gathered from all ranks: reading `outputs.logits` in training, or a loss outside the "
                 "model, costs the memory that the vocab-parallel loss saves."
                 if self.head.is_split or self.tokens is not None
-                else "Full logits are computed: reading `outputs.logits` in training, or a loss outside the model, costs "
-                "the memory that `loss_chunk_size` saves.",
+                else "Full logits are computed: reading `outputs.logits` in training, or a loss outside the model, "
+                "costs the memory that `loss_chunk_size` saves.",
                 stacklevel=3,
             )
         logits = self._unsharded()
