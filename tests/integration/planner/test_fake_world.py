@@ -229,8 +229,10 @@ WAITING = {
     "tp2+sp": ({"tp_size": 2, "sequence_parallel": True}, 2),
     "tp2, chunked loss": ({"tp_size": 2, "loss_chunk_size": 64}, 2),
     "dp2": ({"zero_stage": 1}, 2),
+    "dp2, chunked loss": ({"zero_stage": 1, "loss_chunk_size": 64}, 2),
     "dp2, clipped": ({"zero_stage": 2, "gradient_clipping": 1.0}, 2),
     "pp2": ({"pp_size": 2, "num_microbatches": 4}, 2),
+    "pp2, chunked loss": ({"pp_size": 2, "num_microbatches": 4, "loss_chunk_size": 64}, 2),
     "pp2 zbv": ({"pp_size": 2, "num_microbatches": 4, "pipeline_schedule": "zbv"}, 2),
     "tp2+sp, pp2, dp2": ({"tp_size": 2, "sequence_parallel": True, "pp_size": 2, "num_microbatches": 2}, 8),
 }
