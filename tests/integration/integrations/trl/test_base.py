@@ -660,7 +660,7 @@ def run_fused_forward(tiny_model, config):
     return fields, Measurement(output.loss.item(), 0, 0, _full(model, _gradients(model)))
 
 
-@pytest.mark.parametrize("text", ["tp2", "pp2+mb1"])
+@pytest.mark.parametrize("text", ["tp2", "pp2+mb1", "dp2"])
 def test_fused_head_fields_match_trl(text):
     source = tiny_model("qwen3_moe")
     [(expected, reference)] = run_ranks(run_fused_forward, 1, source, None)
