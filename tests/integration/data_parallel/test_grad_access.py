@@ -357,6 +357,7 @@ def test_gradient_buffers_of_a_loop_are_rejected_before_backward(stories, layout
         buffer = assign(model)
         with pytest.raises(UnsupportedError, match="still holds"):
             model(input_ids=ids, labels=ids).loss.backward()
+        assert not any(map(torch.count_nonzero, buffer))
         for parameter in model.parameters():
             parameter.grad = None
         model(input_ids=ids, labels=ids).loss.backward()
