@@ -4,6 +4,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.local_sgd import LocalSGD
+from accelerate.utils import TorchDynamoPlugin
 from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM
 
@@ -259,3 +260,28 @@ def test_mixed_precision_matches_single_process(stories):
     [expected] = run_ranks(run, 1, None)
     for values in run_ranks(run, 2, TP2):
         assert values == pytest.approx(expected, rel=2e-2)
+
+
+def train_prepared(path, config, backend):
+    model = AutoModelForCausalLM.from_pretrained(path, megatron_config=config).train()
+    plugin = TorchDynamoPlugin(backend=backend, use_regional_compilation=True)
+    accelerator = Accelerator(cpu=True, dynamo_plugin=plugin)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    prepared, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(rows(4, 0), batch_size=2))
+    losses = []
+    for batch in loader:
+        loss = prepared(**batch).loss
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    is_compiled = config is None or all(layer._compiled_call_impl is not None for layer in model.model.layers)
+    return losses, is_compiled and (config is None or prepared is model)
+
+
+@pytest.mark.parametrize("config", [MegatronConfig(tp_size=2, sequence_parallel=True), MegatronConfig(cp_size=2)])
+def test_dynamo_plugin_compiles_layers(stories, config):
+    [(expected, _)] = run_ranks(train_prepared, 1, stories, None, "no")
+    for losses, is_compiled in run_ranks(train_prepared, 2, stories, config, "aot_eager", timeout=400):
+        assert losses == pytest.approx(expected, rel=1e-5)
+        assert is_compiled
