@@ -1,28 +1,43 @@
 """Detects functions of a sharded model that were replaced after it was parallelized.
 
 Inside of sharded blocks, and with sequence parallelism in layers, functions are called with this rank's shard.
-Elementwise replacements are accepted; any other is rejected before the model computes.
+Elementwise replacements and fused kernels that are right on shards are accepted; any other is rejected before the
+model computes.
 """
 
 import inspect
 import sys
 from collections.abc import Iterator, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 from transformers.loss import loss_utils
 
+from ...compat.fused_kernels import liger_kernel_name
 from ...compat.shard_safe import is_from_checked_library, is_marked
 from ...compat.torch_autograd import leave_uncompiled
 from ...compat.transformers_models import activation_classes, chosen_functions
 from ...core.forward_hooks import ForwardHooks
 from ...errors import UnsupportedError
+from ...models.fused_kernels import has_parallel_forward, is_shard_safe, liger_setting
 
 # Modules with functions that layers and losses of every model call.
 _SHARED = (functional.__name__, loss_utils.__name__)
+
+
+class Replacement(NamedTuple):
+    """A replaced module, method or function.
+
+    Attributes:
+        name: its name in the model or its file.
+        value: the replacement, if it is a function.
+    """
+
+    name: str
+    value: Any = None
 
 
 class ExchangedFunctions:
@@ -48,7 +63,11 @@ class ExchangedFunctions:
         self.methods = {base: vars(base)["forward"] for base in bases if "forward" in vars(base)}
         files = {base.__module__ for base in bases if base.__module__.startswith("transformers.models.")} | {*_SHARED}
         self.files = {name: _filter_functions(vars(sys.modules[name])) for name in files}
-        self.exchanged_before = [f"{file}.{name}" for file in files for name in _replaced_in(file, self.files[file])]
+        self.exchanged_before = [
+            Replacement(f"{file}.{name}", self.files[file][name])
+            for file in files
+            for name in _replaced_in(file, self.files[file])
+        ]
         configs = [vars(module).get("config") for module in modules.values()]
         self.configs = list({id(config): config for config in configs if config is not None}.values())
 
@@ -64,49 +83,57 @@ class ExchangedFunctions:
             if child in self.children.get(parent, ()):
                 self.children[parent][child] = module
 
-    def found(self) -> Iterator[str]:
-        """Yields the names of replaced modules, methods and functions."""
+    def found(self) -> Iterator[Replacement]:
+        """Yields the replaced modules, methods and functions."""
         yield from self.exchanged_before
         for base, method in self.methods.items():
             present = vars(base)["forward"]
             if _is_exchanged(present, method) or (is_from_checked_library(base) and _is_users(present)):
-                yield f"{base.__qualname__}.forward"
+                yield Replacement(f"{base.__qualname__}.forward", present)
         for file, functions in self.files.items():
             present = vars(sys.modules[file])
             for name, function in functions.items():
                 if _is_exchanged(present.get(name), function):
-                    yield f"{file}.{name}"
+                    yield Replacement(f"{file}.{name}", present.get(name))
         for name, module in self.modules.items():
             yield from self._found_in(name, module)
         for name, functions in self.functions.items():
             for attribute, function in functions.items():
                 current = vars(self.modules[name]).get(attribute)
-                if current is not function and callable(current) and not is_marked(current):
-                    yield f"{name}.{attribute}"
+                if current is not function and callable(current) and not is_shard_safe(current):
+                    yield Replacement(f"{name}.{attribute}", current)
         for config in self.configs:
             for option, function in chosen_functions(config).items():
                 if _is_users(function):
-                    yield option
+                    yield Replacement(option, function)
 
     @leave_uncompiled
     def _enter(self, model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-        if (name := next(self.found(), None)) is not None:
-            self._reject(name)
+        if (replacement := next(self.found(), None)) is not None:
+            self._reject(replacement)
 
-    def _found_in(self, name: str, module: nn.Module) -> Iterator[str]:
-        if type(module).forward is not self.forwards[name] and not is_marked(type(module).forward):
-            yield f"{name}.__class__ ({type(module).__name__})"
+    def _found_in(self, name: str, module: nn.Module) -> Iterator[Replacement]:
+        if type(module).forward is not self.forwards[name] and not is_shard_safe(type(module).forward):
+            yield Replacement(f"{name}.__class__ ({type(module).__name__})", type(module).forward)
         # nn.Module compares by identity, so equal dicts hold the same modules.
         for child, submodule in module._modules.items() if module._modules != self.children[name] else ():
             before = self.children[name].get(child)
             if submodule is not before and before is not None and not _works_on_entries(submodule, before):
-                yield f"{name}.{child} ({type(submodule).__name__} instead of {type(before).__name__})"
+                yield Replacement(f"{name}.{child} ({type(submodule).__name__} instead of {type(before).__name__})")
         if "forward" in module.__dict__ and not _is_own(module.__dict__["forward"], module):
-            yield f"{name}.forward"
+            yield Replacement(f"{name}.forward", module.__dict__["forward"])
 
-    def _reject(self, what: str) -> None:
+    def _reject(self, replacement: Replacement) -> None:
+        if (kernel := liger_kernel_name(replacement.value)) is not None:
+            setting = liger_setting(replacement.value)
+            cure = "Leave it out" if setting is None else f"Pass {setting}=False"
+            raise UnsupportedError(
+                f"{replacement.name} is Liger's {kernel}, which is not supported with {self.field} > 1: it was not "
+                f"compared on a shard of its input, or the module exchanges values with other ranks. {cure} where "
+                "Liger is applied (liger_kernel_config of the trainer's arguments, or apply_liger_kernel_to_*)."
+            )
         raise UnsupportedError(
-            f"{what} was replaced, but it is called with this rank's shard of a tensor. Mark it with "
+            f"{replacement.name} was replaced, but it is called with this rank's shard of a tensor. Mark it with "
             "hf_megatron.shard_safe if it is elementwise (attention: per head; layers: per token), or load the model "
             f"with {self.field}=1."
         )
@@ -131,11 +158,11 @@ def _filter_functions(names: dict[str, Any]) -> dict[str, Any]:
 
 
 def _is_exchanged(present: Any, before: Any) -> bool:
-    return present is not before and not is_marked(present)
+    return present is not before and not is_shard_safe(present)
 
 
 def _is_users(function: Any) -> bool:
-    return not is_from_checked_library(function) and not is_marked(function)
+    return not is_from_checked_library(function) and not is_shard_safe(function)
 
 
 def _replaced_in(file: str, functions: dict[str, Any]) -> list[str]:
@@ -154,8 +181,14 @@ def _works_on_entries(submodule: nn.Module | None, before: nn.Module) -> bool:
 
 
 def _is_own(forward: Any, module: nn.Module) -> bool:
-    """Returns whether a forward set on a module is its class's own, possibly wrapped in torch's checkpoint."""
+    """Returns whether a forward set on a module may be called with shards.
+
+    It is its class's own, possibly wrapped in torch's checkpoint, or a fused kernel instead of a stock forward.
+    """
     while isinstance(forward, partial) and forward.func is checkpoint and forward.args and not is_marked(forward):
         forward = forward.args[0]
     is_class_forward = getattr(forward, "__self__", None) is module and forward.__func__ is type(module).forward
-    return is_class_forward or is_marked(forward)
+    if is_class_forward or is_marked(forward):
+        return True
+    # A class that sums over ranks, or computes in chunks, has to keep its forward.
+    return is_shard_safe(forward) and not has_parallel_forward(module)
