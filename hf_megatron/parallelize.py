@@ -41,6 +41,7 @@ from .data_parallel.packed_sequences import ForwardInputHook
 from .errors import ConfigError, UnsupportedError
 from .expert_parallel import axis as expert_parallel
 from .losses.inline_losses import LossHooks
+from .losses.liger_head import LIGER_HEAD, LigerHead
 from .losses.script_losses import ScriptLossHooks
 from .losses.token_loss import install_loss
 from .models.fingerprint import describe_model
@@ -71,6 +72,7 @@ ENTER_ORDER = (
     "user hook checks",  # context parallel: hooks of users that would see a part of each sequence
     "enabled",  # `hf_megatron.disable()` was not called since
     "output checks",  # whether this call is compared with the other ranks'
+    LIGER_HEAD,  # its forward leaves the loss to the model's head
     "loss function",  # the model's type of loss is the one it was loaded with
     "script loss",  # labels and count of a loss that a script computes are plain tensors inside the model
     "loss",  # labels carry the denominator of the batch
@@ -261,6 +263,8 @@ def install(model: Any) -> None:
     LossHooks(state.loss, model, pipelined=is_pipelined, has_dtensors=state.has_dtensors).install(hooks)
     if state.loss.has_data_parallel:
         ScriptLossHooks().install(hooks)
+    state.placed[LIGER_HEAD] = LigerHead(pipelined=is_pipelined)
+    state.placed[LIGER_HEAD].install(hooks)
     leave_out_in_training(model, hooks, pipelined=is_pipelined, always=state.axes.size("cp") > 1)
     if state.spec.tp.no_cache is not None and state.axes.size("tp") > 1:
         reject_cache(model, hooks, state.spec.tp.no_cache)

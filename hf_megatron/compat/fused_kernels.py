@@ -2,6 +2,7 @@
 
 import inspect
 from collections.abc import Mapping
+from importlib.util import find_spec
 from types import MethodType
 from typing import Any
 
@@ -32,6 +33,8 @@ def is_liger_head(forward: Any) -> bool:
 
 def liger_defaults(model_type: str) -> Mapping[str, bool]:
     """Returns the settings of Liger's patches of a model type with their defaults; empty for types without patches."""
+    if find_spec(_LIGER) is None:
+        return {}
     from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
 
     if model_type not in MODEL_TYPE_TO_APPLY_LIGER_FN:

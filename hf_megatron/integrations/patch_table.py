@@ -136,6 +136,8 @@ _ROWS: tuple[tuple[str, ...], ...] = (
      "reports a single process on every rank of a CPU job", "TrainingArguments joins the job's ranks on CPUs"),
     (f"{_TRAINER}.__init__", "trainer.trainer:init", "accepts settings that train incorrectly on a sharded model",
      _ALWAYS),
+    ("transformers.trainer:apply_liger_kernel", "trainer.fused_kernels:apply_liger_kernel",
+     "replaces the head and its loss by a kernel that reads the full weight", "Liger supports sharded heads"),
     (f"{_TRAINER}._build_accelerator_args", "trainer.trainer:build_accelerator_args", "supports only its own plans",
      _RANKS_PER_BATCH),
     (f"{_TRAINER}._has_mixed_mesh_grads", "trainer.trainer:has_mixed_mesh_grads",

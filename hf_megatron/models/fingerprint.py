@@ -10,6 +10,7 @@ import functools
 import hashlib
 import math
 import re
+import sys
 import types
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from torch import nn
 from transformers import PreTrainedConfig
 
 from ..core.placement import ParameterSharding
+from .fused_kernels import is_fused_class
 from .spec import generic as generic_name
 
 # Index of an expert that is named `expert_3` in a module dict.
@@ -123,8 +125,8 @@ def _generic(name: str) -> str:
 
 def describe_model(model: Any) -> Description:
     """Describes a model on any device. Call it before a pipeline removes off-stage modules."""
-    layers = layer_patterns(model)
-    modules = tuple(_describe(name, module, layers) for name, module in model.named_modules())
+    layers, fused = layer_patterns(model), _fused_classes(model)
+    modules = tuple(_describe(name, module, layers, fused) for name, module in model.named_modules())
     return Description(modules, random_sites(model), dict(model.all_tied_weights_keys))
 
 
@@ -165,7 +167,13 @@ def layer_patterns(model: nn.Module) -> dict[str, str]:
     return {f"{name}.{index}": f"{name}.*" for name in outermost for index in model.get_submodule(name)._modules}
 
 
-def _describe(name: str, module: nn.Module, layers: Mapping[str, str]) -> _Module:
+def _fused_classes(model: nn.Module) -> dict[type, str]:
+    """Maps module classes that are fused kernels to the names of the classes that they replaced in the model's file."""
+    files = {cls.__module__ for cls in map(type, model.modules()) if is_stock_class(cls)}
+    return {value: name for file in files for name, value in vars(sys.modules[file]).items() if is_fused_class(value)}
+
+
+def _describe(name: str, module: nn.Module, layers: Mapping[str, str], fused: Mapping[type, str]) -> _Module:
     path = name.split(".")
     layer = next((start for end in range(len(path), 0, -1) if (start := ".".join(path[:end])) in layers), "")
     inside = name.removeprefix(layer).removeprefix(".") if layer else name
@@ -173,9 +181,11 @@ def _describe(name: str, module: nn.Module, layers: Mapping[str, str]) -> _Modul
         leaf: f"{name}.{leaf}" if name else leaf for leaf, value in module._parameters.items() if value is not None
     }
     settings = _settings(module, path) if layer or next(module.parameters(), None) is not None else ()
-    return _Module(
-        layers.get(layer, ENDS), layer, _generic(f".{inside}")[1:], _class_name(type(module)), parameters, settings
-    )
+    kind = _class_name(type(module))
+    if type(module) in fused:
+        # A kernel computes the same as the stock class; its attributes select how.
+        kind, settings = fused[type(module)], ()
+    return _Module(layers.get(layer, ENDS), layer, _generic(f".{inside}")[1:], kind, parameters, settings)
 
 
 def is_stock_class(cls: type) -> bool:

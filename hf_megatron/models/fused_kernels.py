@@ -18,7 +18,8 @@ from ..compat.shard_safe import is_marked, origin
 _SHARD_SAFE: Mapping[str, str] = MappingProxyType(
     {
         **dict.fromkeys(
-            ("LigerRMSNorm", "LigerRMSNormForGemma", "LigerRMSNormForGemma2", "LigerRMSNormForGemma3"), "rms_norm"
+            ("LigerRMSNorm", *(f"LigerRMSNormFor{family}" for family in ("Gemma", "Gemma2", "Gemma3", "Olmo2"))),
+            "rms_norm",
         ),
         **dict.fromkeys(("LigerSwiGLUMLP", "LigerPhi3SwiGLUMLP", "LigerQwen3MoeSwiGLUMLP"), "swiglu"),
         "LigerGEGLUMLP": "geglu",

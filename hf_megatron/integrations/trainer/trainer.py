@@ -20,6 +20,7 @@ from ..accelerate.plugin import parallelism_config
 from ..accelerate.wrapped_models import state_around
 from ..torch.ddp_check import reject_other_trl_trainers
 from .checkpoints import probe
+from .fused_kernels import choose_kernels
 from .padded_batches import EmptyBatch
 from .script_losses import adapt_script_losses
 from .termination import TerminationCallback
@@ -50,6 +51,8 @@ def init(original: Callable, self: Any, model: Any = None, args: Any = None, *re
     for name in ("deepspeed", "fsdp"):
         if getattr(args, name, None):
             raise UnsupportedError(f"TrainingArguments.{name} cannot be combined with megatron_config. Remove it.")
+    if getattr(args, "use_liger_kernel", False):
+        choose_kernels(model, args.liger_kernel_config)
     joined_ranks = 1 if args.distributed_state is None else args.distributed_state.num_processes
     if joined_ranks != dist.get_world_size():
         raise ConfigError(

@@ -15,7 +15,6 @@ _REFUSED = {
         "parallelized model generates itself."
     ),
     "use_transformers_continuous_batching": "each rank would schedule requests independently. Set it to False.",
-    "use_liger_kernel": "its kernels replace the forwards of sharded modules. Set it to False.",
 }
 
 # DPO losses that are means over tokens or sort samples: each rank would compute them on its local samples.
@@ -30,6 +29,11 @@ def reject_arguments(trainer: Any, args: Any) -> None:
             raise UnsupportedError(
                 f"{type(trainer).__name__}, {name}={value} is not supported with megatron_config: {reason}"
             )
+    if getattr(args, "use_liger_kernel", False) and is_for_other_version("trl.trainer.sft_trainer:add_fused_lm_head"):
+        raise UnsupportedError(
+            f"{type(trainer).__name__}, use_liger_kernel=True is not supported with TRL 1.14, whose losses then read "
+            "the full weight of the head. Use TRL 1.15 or later, or set it to False."
+        )
 
 
 def reject_batch_wide_losses(trainer: Any, args: Any, dp_size: int) -> None:

@@ -68,6 +68,12 @@ class ExchangedFunctions:
             for file in files
             for name in _replaced_in(file, self.files[file])
         ]
+        # Classes that Liger put into the files before the model was built.
+        self.exchanged_before += [
+            Replacement(name, forward)
+            for name, forward in ((name, type(module).forward) for name, module in modules.items())
+            if liger_kernel_name(forward) is not None and not is_shard_safe(forward)
+        ]
         configs = [vars(module).get("config") for module in modules.values()]
         self.configs = list({id(config): config for config in configs if config is not None}.values())
 
