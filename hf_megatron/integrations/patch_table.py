@@ -78,6 +78,8 @@ _ROWS: tuple[tuple[str, ...], ...] = (
      _ALWAYS),
     (f"{_MODEL}.save_pretrained", "transformers.saving:save_pretrained",
      "writes the local shard as if it were the full model", _LAYOUTS),
+    (f"{_MODEL}.set_use_kernels", "transformers.hub_kernels:set_use_kernels",
+     "replaces the forwards of sharded modules, and skips kernels in training", "kernels asks modules"),
     (f"{_MODEL}.push_to_hub", "hub.hooks:push_to_hub", "uploads from every rank", _LAYOUTS),
     (f"{_MODEL}._initialize_missing_keys", "transformers.loading:initialize_missing_keys",
      "draws different weights on every layout", "transformers draws the global tensor and keeps the shard"),

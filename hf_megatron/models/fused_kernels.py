@@ -41,8 +41,11 @@ _OTHERS: Mapping[str, str] = MappingProxyType(
     }
 )
 _LOSSES = ("cross_entropy", "fused_linear_cross_entropy")
-# Layers in the mappings of `kernels` that read each token or feature by itself.
-SHARD_SAFE_LAYERS = frozenset(("RMSNorm", "SwiGLUMLP", "GeGLUMLP"))
+# Layers in the mappings of `kernels` that read each token, feature or head by itself.
+SHARD_SAFE_LAYERS = frozenset(
+    ("RMSNorm", "SwiGLUMLP", "GeGLUMLP", "rotary_pos_emb")
+    + ("SiLU", "GeLU", "GeluTanh", "NewGELU", "FastGELU", "QuickGELU")
+)
 
 
 def is_shard_safe(function: Any) -> bool:

@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from ...compat.fused_kernels import liger_defaults, liger_kernel_name
+from ...core.off_stage import computes_here
 from ...errors import UnsupportedError
 from ...losses.liger_head import LIGER_HEAD
 from ...models.fused_kernels import LigerChoice, choose_liger_kernels, has_parallel_forward, is_shard_safe
@@ -45,7 +46,7 @@ def reject_bypassed_forwards(model: Any) -> None:
         forward = vars(module).get("forward")
         if (kernel := liger_kernel_name(forward)) is None or not is_shard_safe(forward):
             continue
-        if has_parallel_forward(module):
+        if has_parallel_forward(module) and computes_here(module):
             raise UnsupportedError(
                 f"{name} ({type(module).__name__}) cannot take Liger's {kernel}: its own forward computes over ranks, "
                 "or in chunks (MegatronConfig.mlp_chunk_size). Leave out that field, or the kernel in "

@@ -49,6 +49,7 @@ from ..accelerate.replicas import announce_replicas
 from ..hub.hooks import check_part
 from ..peft.loading import find_adapter_base
 from .checkpoint_formats import opened
+from .hub_kernels import take_kernel_config
 from .quantization import finish_quantization, plan_quantization, quantize_arrived, requested
 from .weight_conversion import expose_full_tensors, own_part, stop_exposing_full_tensors
 
@@ -208,8 +209,9 @@ def _reject_router_settings(config: MegatronConfig) -> None:
 
 def _load(original: Callable, cls: Any, layout: MegatronConfig, path: Any, /, *args: Any, **kwargs: Any) -> Any:
     """Loads a checkpoint of any format through transformers' loader."""
-    quantizer, load_adapter, ignore_mismatched = None, None, False
+    quantizer, load_adapter, ignore_mismatched, kernels = None, None, False, None
     if layout.is_parallel:
+        kernels = take_kernel_config(kwargs)
         path, load_adapter = find_adapter_base(path, kwargs)
         quantizer = requested(kwargs.pop("quantization_config", None))
     output_loading_info = kwargs.pop("output_loading_info", False)
@@ -232,6 +234,8 @@ def _load(original: Callable, cls: Any, layout: MegatronConfig, path: Any, /, *a
             check_part(model, info, path)
             check_loaded(model, info, strict=layout.strict_loading, ignore_mismatched=ignore_mismatched)
         _finish(model, quantizer)
+        if kernels is not None:
+            model.set_use_kernels(True, kernels)
         if load_adapter is not None:
             load_adapter(model)
     else:

@@ -6,7 +6,6 @@ import pytest
 from transformers import CONFIG_MAPPING
 
 from hf_megatron import UnsupportedError
-from hf_megatron.compat import fused_kernels as names
 from hf_megatron.core.layouts import parse_layouts
 from hf_megatron.losses.liger_head import LigerHead
 from hf_megatron.tensor_parallel.user_hooks import replaced_functions
@@ -81,22 +80,22 @@ def test_wrong_kernel_is_detected():
     assert not check("llama", "before", "tp2+sp", {}, sabotage=sabotage).passed
 
 
-def set_norm_on_heads(model):
+def set_norm_on_shards(model):
     """Sets Liger's forward on norms over features that are split over ranks."""
     from liger_kernel.transformers.monkey_patch import _patch_rms_norm_module
 
     for layer in model.model.layers:
-        _patch_rms_norm_module(layer.self_attn.q_norm)
+        _patch_rms_norm_module(layer.self_attn.attn_sub_norm)
 
 
 def test_kernel_that_bypasses_a_sum_over_ranks(monkeypatch):
-    """The norm of OLMo 2's queries sums over the ranks: the guard rejects a kernel, which gives other gradients."""
+    """BitNet's norm of attention outputs sums over the ranks: a kernel is rejected, and would give other gradients."""
     with liger_on_cpu():
-        tiny_model, [layout] = get_tiny_model("olmo2"), parse_layouts("tp2")
-        with pytest.raises(Exception, match=r"q_norm.forward is Liger's LigerRMSNorm.*Pass rms_norm=False"):
-            check_tiny_model(tiny_model, layout, prepare=set_norm_on_heads)
+        tiny_model, [layout] = get_tiny_model("bitnet"), parse_layouts("tp2")
+        with pytest.raises(Exception, match=r"(?s)attn_sub_norm.forward is Liger's LigerRMSNorm.*Pass rms_norm=False"):
+            check_tiny_model(tiny_model, layout, prepare=set_norm_on_shards)
         monkeypatch.setattr(replaced_functions, "has_parallel_forward", lambda module: False)
-        assert not check_tiny_model(tiny_model, layout, prepare=set_norm_on_heads).passed
+        assert not check_tiny_model(tiny_model, layout, prepare=set_norm_on_shards).passed
 
 
 def test_full_weight_of_the_head_is_never_read(monkeypatch):
@@ -121,8 +120,3 @@ def test_other_kernels_are_rejected_by_name(model_type, when, layout, settings, 
     settings = {"fused_linear_cross_entropy": False} | settings
     with pytest.raises(Exception, match=f"(?s){UnsupportedError.__name__}.*{message}"):
         check(model_type, when, layout, settings)
-
-
-def test_mark_of_users_is_kept():
-    """A function of another package is no kernel of Liger."""
-    assert names.liger_kernel_name(check) is None and not names.is_liger_head(check)
