@@ -103,7 +103,7 @@ def test_inputs_of_all_samples_need_another_loss(stories, tmp_path, text, option
 
 
 def test_single_device_options_are_set_to_false(stories, tmp_path):
-    switches = ("use_vllm", "use_transformers_continuous_batching", "cast_lm_head_to_fp32", "use_liger_kernel")
+    switches = ("use_vllm", "use_transformers_continuous_batching", "cast_lm_head_to_fp32")
 
     def on_rank():
         for name in switches:

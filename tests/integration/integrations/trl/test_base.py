@@ -362,7 +362,8 @@ def test_unsupported_options_are_rejected(stories, tmp_path):
         model = AutoModelForCausalLM.from_pretrained(stories, megatron_config=layout("pp2"))
         rows = Dataset.from_list(preferences(2))
         arguments = {"report_to": [], "use_cpu": True, "bf16": False}
-        for name in ("activation_offloading", "use_liger_kernel"):
+        # TRL 1.14 reads the full weight of the head with Liger.
+        for name in ("activation_offloading", *([] if ASKS_FOR_SCORES else ["use_liger_kernel"])):
             with pytest.raises(UnsupportedError, match=name):
                 DPOTrainer(model, args=DPOConfig(str(tmp_path), **arguments, **{name: True}), train_dataset=rows)
 
