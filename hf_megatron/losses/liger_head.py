@@ -1,4 +1,4 @@
-"""Head and loss of models whose forward is Liger's: its fused linear cross entropy reads the full weight of the head."""
+"""Head and loss of models whose forward is Liger's, which would read the full weight of the head."""
 
 import sys
 from typing import Any

@@ -13,8 +13,6 @@ from hf_megatron.testing.parity import check_tiny_model
 from tests.helpers.liger_on_cpu import liger_on_cpu
 from tests.helpers.shared_tiny_models import make_tiny_model
 
-pytest.importorskip("liger_kernel")
-
 LAYOUTS = "dp2,dp2+zero3,tp2,tp2+sp,pp2,cp2,tp2+sp+pp2"
 CASES = [
     # model type, when Liger is applied, layouts, its settings, attributes of the tiny config
@@ -31,6 +29,11 @@ CASES = [
     ("qwen2", "before", "tp2+sp", {}, {}),
     ("qwen3", "after", "tp2+sp,cp2", {"fused_linear_cross_entropy": False}, {}),
 ]
+
+
+@pytest.fixture(autouse=True)
+def liger():
+    pytest.importorskip("liger_kernel")
 
 
 @functools.lru_cache(maxsize=4)
@@ -94,6 +97,7 @@ def test_kernel_that_bypasses_a_sum_over_ranks(monkeypatch):
         tiny_model, [layout] = get_tiny_model("bitnet"), parse_layouts("tp2")
         with pytest.raises(Exception, match=r"(?s)attn_sub_norm.forward is Liger's LigerRMSNorm.*Pass rms_norm=False"):
             check_tiny_model(tiny_model, layout, prepare=set_norm_on_shards)
+        assert check_tiny_model(tiny_model, layout).passed
         monkeypatch.setattr(replaced_functions, "has_parallel_forward", lambda module: False)
         assert not check_tiny_model(tiny_model, layout, prepare=set_norm_on_shards).passed
 

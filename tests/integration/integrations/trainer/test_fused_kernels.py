@@ -19,7 +19,10 @@ from tests.helpers.references import train_single_process
 from tests.integration.integrations.trainer.test_trainer import rows
 from tests.integration.integrations.trl.test_base import compare, texts
 
-pytest.importorskip("liger_kernel")
+
+@pytest.fixture(autouse=True)
+def liger():
+    pytest.importorskip("liger_kernel")
 
 
 def make_trainer(path, output, config, adapter=False, **arguments):
@@ -90,9 +93,7 @@ def test_trainer_with_liger_matches_stock_single_process(stories, tmp_path, text
 def test_adapter_with_liger(stories, tmp_path):
     expected, *_ = train_single_process(train, stories, adapter=True)
     with liger_on_cpu():
-        results = run_ranks(
-            train, 2, stories, tmp_path, MegatronConfig(tp_size=2), adapter=True, use_liger_kernel=True
-        )
+        results = run_ranks(train, 2, stories, tmp_path, MegatronConfig(tp_size=2), adapter=True, use_liger_kernel=True)
     for entry, other in zip(results[0][0], expected, strict=True):
         assert entry == pytest.approx(other, rel=2e-5, abs=1e-5)
 
@@ -109,10 +110,14 @@ def test_unsupported_kernels_are_rejected(stories, tmp_path):
         tp = MegatronConfig(tp_size=2)
         with pytest.raises(UnsupportedError, match=r"fake_kernel': True.*Pass {'fake_kernel': False}; rms_norm"):
             make_trainer(stories, tmp_path, tp, use_liger_kernel=True, liger_kernel_config={"fake_kernel": True})
+        make_trainer(stories, tmp_path, tp, use_liger_kernel=True, liger_kernel_config={"fake_kernel": False})
         tiled = MegatronConfig(tp_size=2, mlp_chunk_size=8)
         trainer = make_trainer(stories, tmp_path, tiled, use_liger_kernel=True, liger_kernel_config={})
         with pytest.raises(UnsupportedError, match=r"mlp .*cannot take Liger's LigerSwiGLUMLP.*mlp_chunk_size"):
             trainer.train()
+        settings = {"swiglu": False}
+        make_trainer(stories, tmp_path, tiled, use_liger_kernel=True, liger_kernel_config=settings, max_steps=1).train()
+        make_trainer(stories, tmp_path, tp, use_liger_kernel=True, max_steps=1).train()
 
     real = fused_kernels.liger_defaults
     with liger_on_cpu(), pytest.MonkeyPatch.context() as patch:

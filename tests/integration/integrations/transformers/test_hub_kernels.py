@@ -16,7 +16,7 @@ METADATA = {
     "python-depends": [],
     "backend": {"type": "cpu"},
 }
-KERNEL = '''
+KERNEL = """
 import torch
 from torch import nn
 
@@ -29,7 +29,7 @@ class layers:
             hidden = hidden_states.float()
             inverse = torch.rsqrt(hidden.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
             return self.weight * (hidden * inverse).to(hidden_states.dtype)
-'''
+"""
 
 SCRIPT = """
 import importlib.metadata
@@ -57,7 +57,7 @@ folder = sys.argv[1]
 
 
 def mapping(layer="RMSNorm"):
-    return KernelConfig({layer: f"{folder}:Norm"}, use_local_kernel=True)
+    return KernelConfig({layer: f"{folder}:Norm"}, use_local_kernel=True, inherit_mapping=False)
 
 
 tiny_model = make_tiny_model(CONFIG_MAPPING["llama"](), task="causal", microbatches=2)
