@@ -21,7 +21,7 @@ _SHARD_SAFE: Mapping[str, str] = MappingProxyType(
             ("LigerRMSNorm", *(f"LigerRMSNormFor{family}" for family in ("Gemma", "Gemma2", "Gemma3", "Olmo2"))),
             "rms_norm",
         ),
-        **dict.fromkeys(("LigerSwiGLUMLP", "LigerPhi3SwiGLUMLP", "LigerQwen3MoeSwiGLUMLP"), "swiglu"),
+        **dict.fromkeys(("LigerSwiGLUMLP", "LigerPhi3SwiGLUMLP"), "swiglu"),
         "LigerGEGLUMLP": "geglu",
         "liger_rotary_pos_emb": "rope",
     }

@@ -1,5 +1,6 @@
 """`TrainingArguments(use_liger_kernel=True)`: Liger's kernels that are right on shards, and the model's own head."""
 
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -19,6 +20,12 @@ def apply_liger_kernel(original: Callable, model: Any, kernel_config: Mapping[st
     choice = choose_kernels(model, kernel_config)
     original(model, choice.settings)
     reject_bypassed_forwards(model)
+    if choice.skipped:
+        warnings.warn(
+            f"Liger's {' and '.join(choice.skipped)} is left out: it was not compared on shards. The stock modules "
+            "compute the same.",
+            stacklevel=2,
+        )
     if choice.losses:
         state.placed[LIGER_HEAD].announce(choice.losses)
 

@@ -106,6 +106,8 @@ def test_default_settings_would_read_the_full_head(stories, tmp_path, monkeypatc
 
 
 def test_unsupported_kernels_are_rejected(stories, tmp_path):
+    defaults = {"fake_kernel": False}
+
     def on_rank():
         tp = MegatronConfig(tp_size=2)
         with pytest.raises(UnsupportedError, match=r"fake_kernel': True.*Pass {'fake_kernel': False}; rms_norm"):
@@ -117,11 +119,13 @@ def test_unsupported_kernels_are_rejected(stories, tmp_path):
             trainer.train()
         settings = {"swiglu": False}
         make_trainer(stories, tmp_path, tiled, use_liger_kernel=True, liger_kernel_config=settings, max_steps=1).train()
-        make_trainer(stories, tmp_path, tp, use_liger_kernel=True, max_steps=1).train()
+        defaults["fake_kernel"] = True
+        with pytest.warns(UserWarning, match="Liger's fake_kernel is left out"):
+            make_trainer(stories, tmp_path, tp, use_liger_kernel=True, max_steps=1).train()
 
     real = fused_kernels.liger_defaults
     with liger_on_cpu(), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(fused_kernels, "liger_defaults", lambda kind: {**real(kind), "fake_kernel": False})
+        patch.setattr(fused_kernels, "liger_defaults", lambda kind: {**real(kind), **defaults})
         run_ranks(on_rank, 2)
 
 
