@@ -14,12 +14,13 @@ unprepared_step
 
 import weakref
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
-def keep_by_number(table: dict[int, Any], number: Tensor, value: Any) -> None:
+def keep_by_number(table: dict[int, Any], number: "Tensor", value: Any) -> None:
     """Keeps a value in a table while the memory of its key exists, an integer in a tensor of one element."""
     key = int(number)
     table[key] = value

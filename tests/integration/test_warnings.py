@@ -30,8 +30,10 @@ def collect_warnings(layout):
         model = LlamaForCausalLM._from_config(config, megatron_config=layout).train()
         optimizer = hf_megatron.prepare_optimizer(torch.optim.AdamW(model.parameters()))
         ids = torch.arange(10)[None].repeat(2, 1)
+        group = hf_megatron.data_parallel_group()
+        own = ids + (0 if group is None else torch.distributed.get_rank(group))
         for _ in range(2):
-            model(input_ids=ids, labels=ids).loss.backward()
+            model(input_ids=own, labels=own).loss.backward()
             optimizer.step()
             optimizer.zero_grad()
         model.eval()
