@@ -179,7 +179,7 @@ def dtensor_local_view(parameter: DTensor) -> torch.Tensor:
     Uses private fields and the constructor of `DTensor`, unchanged in torch 2.11 to 2.13; the compiler supports
     `to_local`.
     """
-    return parameter.to_local() if torch.compiler.is_compiling() else _LocalView.apply(parameter)
+    return parameter.to_local() if torch.compiler.is_dynamo_compiling() else _LocalView.apply(parameter)
 
 
 def restore_state(tensor: torch.Tensor, state: Any) -> None:

@@ -303,4 +303,11 @@ def checkpoints_activations(model: Any) -> bool:
 
     The model property is named `is_activation_checkpointing` from transformers 5.23, where the previous name warns.
     """
-    return any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
+    # Asked in each training forward: without generators and `Module.__getattr__`, which cost several calls per module.
+    modules = [model]
+    while modules:
+        module = modules.pop()
+        if vars(module).get("gradient_checkpointing", getattr(type(module), "gradient_checkpointing", False)):
+            return True
+        modules += [child for child in module._modules.values() if child is not None]
+    return False

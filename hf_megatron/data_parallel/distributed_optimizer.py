@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from ..compat.bitsandbytes_overrides import copy_overrides, has_positional_overrides
 from ..compat.torch_autograd import step_hook_last
+from ..compat.torch_memory import is_async_device
 from ..core.communication.full_tensor import placed_gradient
 from ..core.off_stage import is_off_stage
 from ..errors import ConfigError, UnsupportedError
@@ -256,7 +257,8 @@ class ShardedOptimizer:
     @torch.no_grad()
     def _follow_parameters(self) -> None:
         """Applies edits of the model parameters to the main params."""
-        follow_parameters(self.leaves, main_weights=self.engine.config.fp32_main_params)
+        may_wait = not is_async_device(self.engine.mesh.device)
+        follow_parameters(self.leaves, main_weights=self.engine.config.fp32_main_params, may_wait=may_wait)
 
     @torch.no_grad()
     def switch(self, method: Callable[[], None], *, is_training: bool) -> None:

@@ -59,17 +59,20 @@ class ColumnParallelLinear(ParallelLinear):
 
     gather_output: bool = False
 
+    def _local_bias(self) -> Tensor | None:
+        return None if self.bias is None else local_view(self.bias, self.copies_group)
+
     def forward(self, x: Tensor) -> Tensor:
         if self.region is None:
             # Input replicated on all ranks; its gradient is partial on each, hence all-reduced.
             x = copy_to_ranks(x, self.group)
-            y = self.matmul(x, local_view(self.bias, self.copies_group))
+            y = self.matmul(x, self._local_bias())
         else:
             # The region has copied or gathered the input once for all column-parallel linears of the block. `saving`
             # makes this linear save the shard of a gathered input for backward.
             x, saving = self.region.column_input(x)
             with saving:
-                y = self.matmul(x, local_view(self.bias, self.copies_group))
+                y = self.matmul(x, self._local_bias())
         if self.gather_output:
             # [..., out_features / tp] -> [..., out_features]
             return gather_from_ranks(y, -1, self.out_features, self.group)

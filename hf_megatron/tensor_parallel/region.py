@@ -45,6 +45,8 @@ from .per_token_arguments import replace_arguments
 from .stack_ends import StackEnds
 
 SEQUENCE_DIM = 1
+# Stateless, so that all linears share it.
+_NOTHING: AbstractContextManager = nullcontext()
 
 
 class _RestoreLength(torch.autograd.Function):
@@ -229,13 +231,13 @@ class UniformRegion(Shared):
     def column_input(self, x: Tensor) -> tuple[Tensor, AbstractContextManager]:
         """Returns what a column-parallel linear reads instead of `x` `[..., hidden]`, and the context it runs in."""
         if self.gathered is None or not may_pack():
-            return x, nullcontext()
+            return x, _NOTHING
         return self.gathered.saved_by(x)
 
     def row_input(self, x: Tensor) -> tuple[Tensor, AbstractContextManager]:
         """Returns what the row-parallel linear reads instead of `x` `[..., width / tp]`, and the context it runs in."""
         if self.inputs is None or not may_pack():
-            return x, nullcontext()
+            return x, _NOTHING
         keep_heads_once(x)
         return recomputed_for(x)
 

@@ -112,7 +112,7 @@ class TensorParallelRng(Shared):
 
     def use_local_rng(self) -> None:
         """Switches to the local stream: the following code computes this rank's shard."""
-        if torch.compiler.is_compiling() or self._is_own():
+        if torch.compiler.is_dynamo_compiling() or self._is_own():
             return
         replicated = self._generator.get_state()
         # The seed depends only on shared state and rank, so a recomputation from this state replays the local stream.
@@ -126,7 +126,7 @@ class TensorParallelRng(Shared):
 
     def use_shared_rng(self) -> None:
         """Switches to the shared stream: the following code computes the same values on all ranks."""
-        if torch.compiler.is_compiling() or not self._is_own():
+        if torch.compiler.is_dynamo_compiling() or not self._is_own():
             return
         seed = self._generator.initial_seed()
         known = self._made_of.get(seed)
@@ -149,7 +149,7 @@ class TensorParallelRng(Shared):
     @contextmanager
     def replicated(self) -> Iterator[None]:
         """Draws from the shared stream inside, and then restores the stream that was active."""
-        was_own = not torch.compiler.is_compiling() and self._is_own()
+        was_own = not torch.compiler.is_dynamo_compiling() and self._is_own()
         self.use_shared_rng()
         yield
         if was_own:
@@ -158,7 +158,7 @@ class TensorParallelRng(Shared):
     @contextmanager
     def own(self) -> Iterator[None]:
         """Draws from the local stream inside, and then restores the stream that was active."""
-        was_own = torch.compiler.is_compiling() or self._is_own()
+        was_own = torch.compiler.is_dynamo_compiling() or self._is_own()
         self.use_local_rng()
         yield
         if not was_own:

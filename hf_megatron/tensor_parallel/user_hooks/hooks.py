@@ -159,6 +159,7 @@ class UserHooks:
         self.end = first
         self.seen: set[int] = set()
         self.wrapped: dict[str, nn.Module] = {}
+        self._checked: tuple | None = None
 
     def install(self, hooks: ForwardHooks, *models: nn.Module) -> None:
         """Registers the check for calls of `models`; `hooks` is the hook table of one of them."""
@@ -174,6 +175,7 @@ class UserHooks:
             if before is not None and before is not module:
                 self.wrapped[name] = before
         follow_names(self.modules, modules)
+        self._checked = None
 
     def _forms(self, name: str, module: nn.Module) -> Forms:
         """Returns a module's layouts; a wrapper has the layouts of the module inside, an adapter's own modules none."""
@@ -193,11 +195,16 @@ class UserHooks:
                     "tensor-parallel model. Register it on single modules, mark it with hf_megatron.shard_safe if "
                     "shards are enough, or load the model with tp_size=1."
                 )
+        # Ids of hooks increase over all modules of the process: without new ones, all hooks were seen before.
+        newest = (RemovableHandle.next_id, len(self.modules), *map(id, self.wrapped.values()))
+        if newest == self._checked:
+            return
         for name, module in self.modules.items():
             if module._forward_pre_hooks and self._are_new(module._forward_pre_hooks):
                 self._give_inputs(name, module)
             if module._forward_hooks and self._are_new(module._forward_hooks):
                 self._give_outputs(name, module)
+        self._checked = newest
 
     def _are_new(self, hooks: dict[int, Any]) -> bool:
         return any(number >= self.end and number not in self.seen for number in hooks)

@@ -38,20 +38,23 @@ def written_back(leaf):
     return leaf
 
 
-def test_unedited_parameters_are_read_in_chunks(monkeypatch):
+# Reading the result: cast (4 + 2) and comparison (2 + 2). On the device: cast, comparison (2 + 2 + 1), selection
+# (1 + 4 + 2 + 4) and copy (4 + 4 + 4, as the target counts as read).
+@pytest.mark.parametrize(("may_wait", "bytes_per_entry"), [(True, 10), (False, 34)])
+def test_parameters_are_followed_in_chunks(monkeypatch, may_wait, bytes_per_entry):
     """A bf16 entry and its fp32 main param are read once from memory; intermediate chunks stay in the cache."""
     monkeypatch.setattr(main_params, "_CHUNK", 1024)
     leaves = [written_back(make_main_param(entries)) for entries in (4096, 5000, 3)]
     before = [leaf.tensor.clone() for leaf in leaves]
     with Traffic() as traffic, torch.no_grad():
-        follow_parameters(leaves, main_weights=True)
-    # Cast (4 + 2), comparison (2 + 2 + 1) and its reduction (1).
+        follow_parameters(leaves, main_weights=True, may_wait=may_wait)
     entries = sum(leaf.tensor.numel() for leaf in leaves)
-    assert traffic.moved <= 12.5 * entries
+    assert traffic.moved <= bytes_per_entry * entries
     assert traffic.largest <= 1024
     assert all(torch.equal(leaf.tensor, kept) for leaf, kept in zip(leaves, before, strict=True))
 
 
+@pytest.mark.parametrize("may_wait", [True, False])
 @pytest.mark.parametrize(
     "edit",
     [
@@ -63,13 +66,13 @@ def test_unedited_parameters_are_read_in_chunks(monkeypatch):
     ],
     ids=["sign", "order", "one entry", "in place", "nan"],
 )
-def test_edits_reach_main_params(monkeypatch, edit):
+def test_edits_reach_main_params(monkeypatch, edit, may_wait):
     monkeypatch.setattr(main_params, "_CHUNK", 100)
     leaf = written_back(make_main_param(350))
     kept = leaf.tensor.clone()
     edit(leaf.parameter)
     is_edited = leaf.parameter.detach() != kept.bfloat16()
     with torch.no_grad():
-        follow_parameters([leaf], main_weights=True)
+        follow_parameters([leaf], main_weights=True, may_wait=may_wait)
     expected = torch.where(is_edited, leaf.parameter.detach().float(), kept)
     torch.testing.assert_close(leaf.tensor, expected, rtol=0, atol=0, equal_nan=True)
