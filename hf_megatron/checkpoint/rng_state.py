@@ -30,14 +30,17 @@ def save(directory: Path, rank: int) -> None:
 def load(directory: Path, counterpart: int | None, *, stream: int, step: int) -> None:
     """Restores the generator states of a save.
 
-    With a different number of dp ranks, no rank has a counterpart. Two ranks that restored the same state would apply
-    the same dropout mask to different batches, so generators are reseeded from the step and the dp rank.
+    With a different number of dp ranks, the first one continues the states of the save's first rank, from which samplers
+    without a generator draw the order of the data. Others that restored the same states would apply the same dropout
+    mask to other batches, so their generators are reseeded from the step and the dp rank.
 
     Args:
         counterpart (`int`, *optional*): rank of the save whose states are restored.
         stream (`int`): the dp rank; model-parallel ranks share it.
         step (`int`): the optimizer step.
     """
+    if counterpart is None and stream == 0:
+        counterpart = 0
     if counterpart is not None:
         state = read_packed(directory / file_name(counterpart))
         random.setstate(state["python"])

@@ -130,6 +130,17 @@ def test_resume_within_an_epoch_continues_its_order(stories, tmp_path, name):
             assert values == pytest.approx(expected_values, rel=2e-5)
 
 
+@pytest.mark.parametrize(("saved", "loaded"), [("tp2", "dp2"), ("dp2", "tp2")])
+def test_order_by_length_continues_with_another_number_of_replicas(stories, tmp_path, saved, loaded):
+    """The order of the second epoch is drawn from the random states after the resume."""
+    options = {"train_sampling_strategy": "group_by_length", "save_steps": 2}
+    [(expected, _, _)] = run_ranks(train, 1, stories, tmp_path / "one", None, **options)
+    run_ranks(train, 2, stories, tmp_path / "two", LAYOUTS[saved], stop=2, **options)
+    for log, _, _ in run_ranks(train, 2, stories, tmp_path / "two", LAYOUTS[loaded], resume=True, **options):
+        for values, expected_values in zip(log[2:], expected[2:], strict=True):
+            assert values == pytest.approx(expected_values, rel=2e-5)
+
+
 def test_trainer_resumes_from_a_converted_checkpoint(stories, tmp_path, uninterrupted):
     """Converts through the Megatron-Core format, which stores neither scheduler nor groups; the script sets them."""
     run_ranks(train, 2, stories, tmp_path / "run", LAYOUTS["tp2"], stop=4)
