@@ -30,9 +30,9 @@ def save(directory: Path, rank: int) -> None:
 def load(directory: Path, counterpart: int | None, *, stream: int, step: int) -> None:
     """Restores the generator states of a save.
 
-    With a different number of dp ranks, the first one continues the states of the save's first rank, from which samplers
-    without a generator draw the order of the data. Others that restored the same states would apply the same dropout
-    mask to other batches, so their generators are reseeded from the step and the dp rank.
+    With a different number of dp ranks, the first one continues the states of the save's first rank, from which
+    samplers without a generator draw the order of the data. Others that restored the same states would apply the same
+    dropout mask to other batches, so their generators are reseeded from the step and the dp rank.
 
     Args:
         counterpart (`int`, *optional*): rank of the save whose states are restored.

@@ -5,8 +5,8 @@ ranks, so that a step matches the single-process step on the global batch.
 This module is imported before Accelerate, so it must not import Accelerate at the top.
 """
 
-from collections.abc import Callable, Sized
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sized
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -161,11 +161,29 @@ def load_trained(original: Callable, self: Any, checkpoint_path: str) -> None:
     load_from_checkpoint(load, self, checkpoint_path)
 
 
+@contextmanager
+def _without_card_examples(encoder: Any, model: Any) -> Iterator[None]:
+    """Leaves the similarities of examples out of a model card: only the rank that writes it would call the model."""
+    card, state = getattr(encoder, "model_card_data", None), parallel_state(model)
+    if state is None or card is None or not (state.config.ranks_per_replica > 1 or state.shards_weights):
+        yield
+        return
+    before, card.generate_widget_examples = card.generate_widget_examples, False
+    try:
+        yield
+    finally:
+        card.generate_widget_examples = before
+
+
 def save(original: Callable, self: Any, path: str | None, *args: Any, **kwargs: Any) -> None:
     """Saves on the first rank; other ranks take part in gathering the parallelized model's weights."""
-    inside = {id(inner) for inner in parallelized_submodule(self)}
-    if path is None or not inside or dist.get_rank() == 0:
+    models = parallelized_submodule(self)
+    inside = {id(inner) for inner in models}
+    if path is None or not inside:
         return original(self, path, *args, **kwargs)
+    if dist.get_rank() == 0:
+        with _without_card_examples(self, models[0]):
+            return original(self, path, *args, **kwargs)
     for place, module in enumerate(self):
         in_root = place == 0 and getattr(module, "save_in_root", False)
         folder = Path(path) if in_root else Path(path, f"{place}_{type(module).__name__}")

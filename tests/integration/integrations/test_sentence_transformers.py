@@ -335,3 +335,17 @@ def test_unequal_batch_sizes_across_ranks_are_rejected(stories):
     for results in run_ranks(on_rank, count):
         for losses, alone in zip(results, expected, strict=True):
             assert losses == pytest.approx(alone, rel=1e-4)
+
+
+@pytest.mark.parametrize("layout", ["tp2+sp", "pp2", "dp2+zero3"])
+def test_model_is_used_on_all_ranks_after_a_save(stories, tmp_path, layout):
+    """The model card encodes examples, which rank 0 would do alone."""
+
+    def on_rank():
+        embedder = make_embedder(stories, ConfigUnderTest(**LAYOUTS[layout]))
+        embedder.save_pretrained(str(tmp_path / "saved"))
+        return embedder.encode(read_sentences(4)).sum().item()
+
+    first, second = run_ranks(on_rank, 2)
+    assert first == pytest.approx(second, rel=1e-5)
+    assert "SentenceTransformer" in (tmp_path / "saved" / "README.md").read_text("utf-8")
