@@ -25,8 +25,13 @@ _COMPARE_ROWS = frozenset(
         *("CoSENTLoss", "OnlineContrastiveLoss", "MegaBatchMarginLoss", "GlobalOrthogonalRegularizationLoss"),
         *("BatchAllTripletLoss", "BatchHardTripletLoss", "BatchSemiHardTripletLoss"),
         "ContrastiveTensionLossInBatchNegatives",
+        # The regularizer of sparse encoders squares means over the batch.
+        "FlopsLoss",
     )
 )
+# Losses of cross encoders that draw negatives from the batch; those of embedders can gather them.
+_DRAW_FROM_ROWS = frozenset(("MultipleNegativesRankingLoss", "CachedMultipleNegativesRankingLoss"))
+_CROSS_ENCODERS = "sentence_transformers.cross_encoder."
 
 
 def get_rank(original: Callable) -> int:
@@ -142,7 +147,13 @@ def _ranks_with_other_rows(trainer: Any) -> int:
 def _reject_in_batch_losses(trainer: Any) -> None:
     losses = trainer.loss.values() if isinstance(trainer.loss, dict) else [trainer.loss]
     for part in (part for loss in losses if isinstance(loss, nn.Module) for part in loss.modules()):
-        if classes := _COMPARE_ROWS.intersection(cls.__name__ for cls in type(part).__mro__):
+        classes = {cls.__name__ for cls in type(part).__mro__} & _COMPARE_ROWS
+        classes |= {
+            cls.__name__
+            for cls in type(part).__mro__
+            if cls.__name__ in _DRAW_FROM_ROWS and cls.__module__.startswith(_CROSS_ENCODERS)
+        }
+        if classes:
             raise UnsupportedError(
                 f"{type(part).__name__} ({', '.join(sorted(classes))}) compares the samples of a batch with each "
                 "other, "

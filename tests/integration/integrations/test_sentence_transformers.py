@@ -10,6 +10,7 @@ from sentence_transformers import (
     SentenceTransformerTrainer,
     SentenceTransformerTrainingArguments,
 )
+from sentence_transformers.cross_encoder import losses as cross_losses
 from sentence_transformers.sentence_transformer.evaluation import EmbeddingSimilarityEvaluator
 from sentence_transformers.sentence_transformer.losses import (
     CachedMultipleNegativesRankingLoss,
@@ -19,6 +20,7 @@ from sentence_transformers.sentence_transformer.losses import (
     MultipleNegativesRankingLoss,
 )
 from sentence_transformers.sentence_transformer.modules import Dense, Pooling, Transformer
+from sentence_transformers.sparse_encoder import losses as sparse_losses
 from torch.utils.data import DataLoader
 from transformers import TrainerCallback
 
@@ -262,6 +264,14 @@ def test_unsupported_setups_are_rejected(stories, tmp_path):
         message = "CoSENTLoss .* compares the samples .* Use dp_size=1, or a loss with gather_across_devices=True"
         with pytest.raises(UnsupportedError, match=message):
             compared.train()
+        # The loss only needs a module to call; the trainer's model is the parallelized one.
+        scores = torch.nn.Module()
+        for loss in (cross_losses.MultipleNegativesRankingLoss, sparse_losses.FlopsLoss):
+            compared.loss = loss.__new__(loss)
+            torch.nn.Module.__init__(compared.loss)
+            compared.loss.model = scores
+            with pytest.raises(UnsupportedError, match=f"{loss.__name__} .* compares the samples"):
+                compared.train()
         model = make_embedder(stories, layout, Dense(64, 16))
         with pytest.raises(
             UnsupportedError, match=r"SentenceTransformer: it contains a parallelized \w+ and weights .*\(2\."
