@@ -25,6 +25,9 @@ def run_request(path: str) -> int:
     request = pickle.loads(Path(path).read_bytes())
     model_class = request["class"]
     config = request["config_class"].from_dict(request["config"])
+    if not hasattr(config.get_text_config(), "vocab_size"):
+        print(f"The check draws tokens, and {model_class.__name__} takes {model_class.main_input_name} only.")
+        return 1
     config, task, _ = resolve_case(config, "causal", _find_stock_class(model_class).__name__)
     if unlike := _differing_parts(config, task, model_class, request["parts"]):
         print(f"The loaded model has modules that {model_class.__name__} does not create: {unlike}")

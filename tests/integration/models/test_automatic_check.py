@@ -194,6 +194,19 @@ def test_fields_read_by_generation_only_do_not_count(fields):
     assert run_ranks(on_rank, 2) == [fields] * 2
 
 
+def test_model_without_tokens_says_why_it_cannot_be_checked():
+    from transformers import ViTConfig, ViTForImageClassification
+
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = ViTConfig(**sizes, image_size=8, patch_size=4)
+
+    def on_rank():
+        with pytest.raises(UnverifiedLayoutError, match="draws tokens, and ViTForImageClassification takes pixel_val"):
+            ViTForImageClassification._from_config(config, megatron_config={"tp_size": 2})
+
+    run_ranks(on_rank, 2, timeout=200)
+
+
 def test_unrecorded_layout_of_a_stock_class_is_checked(folder, monkeypatch):
     records = tuple(row for row in verified.records() if row["model_type"] != "llama")
     monkeypatch.setattr(verified, "records", lambda: records)
