@@ -61,7 +61,7 @@ class GradAccess(Shared):
         # Parameters with a gradient whose proxy is not in `.grad` while a backward runs.
         self._detached: set[int] = set()
         # Memory of gradients that the loop has put into `.grad`, of which this rank's shard was copied.
-        self._assigned: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self._assigned: dict[int, tuple[nn.Parameter, weakref.ref[torch.UntypedStorage]]] = {}
 
     def make_proxies(self, parameters: Iterable[nn.Parameter]) -> None:
         """Creates the proxy of each parameter's gradient."""
@@ -187,13 +187,14 @@ class GradAccess(Shared):
                     self.reducer.complete()
                     unsharded = gradient.read() if isinstance(gradient, ShardedGrad) else gradient
                     if not isinstance(gradient, ShardedGrad):
-                        self._assigned[id(slot.parameter)] = weakref.ref(local_tensor(gradient).untyped_storage())
+                        memory = weakref.ref(local_tensor(gradient).untyped_storage())
+                        self._assigned[id(slot.parameter)] = slot.parameter, memory
                     self._renew(slot.parameter)
                     self._replace(id(slot.parameter), unsharded)
 
     def find_held_buffer(self) -> nn.Parameter | None:
         """Returns a parameter whose assigned gradient the loop still holds; a backward would not add to that tensor."""
-        return next((self.parameter(key) for key, memory in self._assigned.items() if memory() is not None), None)
+        return next((parameter for parameter, memory in self._assigned.values() if memory() is not None), None)
 
     def _renew(self, parameter: Tensor) -> None:
         """Replaces a parameter's proxy if something still refers to it; the old one raises when it is used."""
