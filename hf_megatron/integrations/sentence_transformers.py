@@ -29,8 +29,9 @@ _COMPARE_ROWS = frozenset(
         "FlopsLoss",
     )
 )
-# Losses of cross encoders that draw negatives from the batch; those of embedders can gather them.
-_DRAW_FROM_ROWS = frozenset(("MultipleNegativesRankingLoss", "CachedMultipleNegativesRankingLoss"))
+# Losses of cross encoders that are means over samples. Others draw negatives from the batch, or divide by the number of
+# documents that all of its queries have.
+_MEANS_OF_PAIRS = frozenset(("BinaryCrossEntropyLoss", "CrossEntropyLoss", "MSELoss", "MarginMSELoss"))
 _CROSS_ENCODERS = "sentence_transformers.cross_encoder."
 
 
@@ -148,11 +149,8 @@ def _reject_in_batch_losses(trainer: Any) -> None:
     losses = trainer.loss.values() if isinstance(trainer.loss, dict) else [trainer.loss]
     for part in (part for loss in losses if isinstance(loss, nn.Module) for part in loss.modules()):
         classes = {cls.__name__ for cls in type(part).__mro__} & _COMPARE_ROWS
-        classes |= {
-            cls.__name__
-            for cls in type(part).__mro__
-            if cls.__name__ in _DRAW_FROM_ROWS and cls.__module__.startswith(_CROSS_ENCODERS)
-        }
+        own = [cls.__name__ for cls in type(part).__mro__ if cls.__module__.startswith(_CROSS_ENCODERS + "losses")]
+        classes |= set() if _MEANS_OF_PAIRS.intersection(own) else set(own)
         if classes:
             raise UnsupportedError(
                 f"{type(part).__name__} ({', '.join(sorted(classes))}) compares the samples of a batch with each "

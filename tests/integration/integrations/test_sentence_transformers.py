@@ -266,7 +266,7 @@ def test_unsupported_setups_are_rejected(stories, tmp_path):
             compared.train()
         # The loss only needs a module to call; the trainer's model is the parallelized one.
         scores = torch.nn.Module()
-        for loss in (cross_losses.MultipleNegativesRankingLoss, sparse_losses.FlopsLoss):
+        for loss in (cross_losses.MultipleNegativesRankingLoss, cross_losses.LambdaLoss, sparse_losses.FlopsLoss):
             compared.loss = loss.__new__(loss)
             torch.nn.Module.__init__(compared.loss)
             compared.loss.model = scores
