@@ -10,6 +10,7 @@ awaits_backward, has_warned_of_collective
             whether a script's collectives are watched now, and whether one was reported (`torch/default_group.py`)
 unprepared_step
             class of an optimizer that steps on shards without being prepared, while it does
+fake_job    process group and device type of a job whose other ranks do not exist (`testing/fake_rank.py`)
 """
 
 import weakref
@@ -39,6 +40,7 @@ class Runtime:
     awaits_backward: bool = False
     has_warned_of_collective: bool = False
     unprepared_step: str | None = None
+    fake_job: tuple[Any, str] | None = None
     _models: list[weakref.ref] = field(default_factory=list)
 
     @property

@@ -43,6 +43,7 @@ from ..errors import PlanError, UnsupportedError
 from ..losses.inline_losses import MeansOfBatch
 from ..parallel_state import parallel_state
 from ..pipeline_parallel.p2p import Shapes
+from ..testing.fake_rank import answer_for_other_ranks
 
 
 class FakeWorld:
@@ -133,10 +134,9 @@ def run_fake_places(
         joined.append(number)
 
     def be_rank() -> Any:
-        # Runs in its own fork, so no patch is undone. Object collectives return this rank's value for all ranks.
+        # Runs in its own fork, so no patch is undone.
         world = FakeWorld()
-        dist.all_gather_object = _all_say_the_same  # type: ignore[assignment]
-        dist.broadcast_object_list = lambda objects, *args, **kwargs: None  # type: ignore[assignment]
+        answer_for_other_ranks()
         # RNG states are real host tensors, which the fake broadcast from another rank would not fill.
         rng.broadcast_state = lambda *args: None  # type: ignore[assignment]
         nn.Module._apply = _replaced  # type: ignore[assignment, method-assign]
@@ -206,10 +206,6 @@ def _attended(
         return original(query, key, value, attn_mask, dropout_p, is_causal, **settings)
     fused = torch.ops.aten._scaled_dot_product_efficient_attention.default
     return fused(query, key, value, attn_mask, True, dropout_p, is_causal, scale=settings.get("scale"))[0]
-
-
-def _all_say_the_same(gathered: list[Any], value: Any, group: Any = None) -> None:
-    gathered[:] = [value] * len(gathered)
 
 
 def _shapes_received(model: nn.Module, peer: int, tag: int, kind: Hashable) -> tuple[Shapes, str]:

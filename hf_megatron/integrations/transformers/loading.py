@@ -300,11 +300,18 @@ def maybe_distribute_model(original: Callable, cls: Any, model: Any, distributed
     state.create_stock_model = request.create_stock_model
     if request.quantizer is not None:
         plan_quantization(model, request.quantizer, state)
-    # Ranks of a dry run have no device, whatever this machine has.
-    on_cpu = not torch.cuda.is_available() or dist.get_backend() in ("gloo", "fake")
-    place(model, state, "cpu" if on_cpu else "cuda")
+    place(model, state, _device_type())
     expose_full_tensors(model, state)
     return model
+
+
+def _device_type() -> str:
+    """Returns the type of device that holds this rank's weights."""
+    if dist.get_backend() == "fake":
+        # Ranks of a dry run have no device, whatever this machine has; benchmarks choose one (`join_as_fake_rank`).
+        group, device_type = RUNTIME.fake_job or (None, "cpu")
+        return device_type if group is dist.group.WORLD else "cpu"
+    return "cuda" if torch.cuda.is_available() and dist.get_backend() != "gloo" else "cpu"
 
 
 # 5. Fill
