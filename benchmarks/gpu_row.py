@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 GIB = 2**30
 LOSS_TOLERANCE = 2e-2  # both in bf16
@@ -129,9 +130,10 @@ def use_float8(model, recipe, device):
     convert_to_float8_training(model, config=config, module_filter_fn=lambda module, name: "lm_head" not in name)
 
 
-def draw_ids(model, tokens, device):
+def draw_ids(model, tokens, device, shards=1):
+    """Draws tokens of the first rank's share of the vocabulary: with zeros for the others, kernels would run faster."""
     generator = torch.Generator().manual_seed(1)
-    return torch.randint(0, model.config.vocab_size, (1, tokens), generator=generator).to(device)
+    return torch.randint(0, model.config.vocab_size // shards, (1, tokens), generator=generator).to(device)
 
 
 # Clocks
@@ -275,6 +277,7 @@ def count_memory_and_traffic(row, step):
     """Memory kept between steps and at the peak by category, and the bytes that a rank sends by axis, in one step."""
     from measured_step import sum_storages
 
+    from hf_megatron.compat.torch_distributed import communication_through
     from hf_megatron.diagnostics.allocation_tracker import AllocationTracker
     from hf_megatron.diagnostics.step_memory import kept_tensors
 
@@ -282,37 +285,43 @@ def count_memory_and_traffic(row, step):
     if row.ranks == 1:
         states = step.optimizer.state.values()
         kept["moments"] = [value for state in states for value in state.values() if torch.is_tensor(value)]
-    sizes = sum_storages(kept)
-    with AllocationTracker(step.model) as tracker:
+    sizes, sent = sum_storages(kept), {}
+
+    def count(communicate, group, name, args):
+        count_collective(sent, group, name, args)
+        return communicate()
+
+    with communication_through(count, lambda wait, work: wait()), AllocationTracker(step.model) as tracker:
         tracker.begin_step(kept)
         step.run()
     figures = tracker.figures
+    # The layouts of the rows have a single axis.
+    axis = "tp" if row.layout.get("tp_size", 1) > 1 else "dp"
     return {
         "kept_gib": {name: size / GIB for name, size in sizes.items()},
         "peak_by_category_gib": {name: size / GIB for name, size in figures.at_peak.items()},
-        "bytes_sent": bytes_sent(row, figures.collectives),
-        "collectives": {f"{group} {name}": list(count) for (group, name), count in figures.collectives.items()},
+        "bytes_sent": {axis: sum(size for _, size in sent.values())} if row.ranks > 1 else {},
+        "collectives": {name: {"calls": calls, "bytes_sent": size} for name, (calls, size) in sent.items()},
+        "host_reads": len(figures.reads),
     }
 
 
-def bytes_sent(row, collectives):
-    """Bytes that a rank sends by axis, with ring algorithms; the layouts of the rows have a single axis."""
-    if row.ranks == 1:
-        return {}
-    axis, ranks = ("tp" if row.layout.get("tp_size", 1) > 1 else "dp"), row.ranks
-    share = (ranks - 1) / ranks
-    # The size of a collective is that of its largest tensor.
-    total = sum(
-        size * share * (2 if "allreduce" in name or "all_reduce" in name else 1)
-        for (_, name), (_, size) in collectives.items()
-    )
-    return {axis: round(total)}
+def count_collective(sent, group, name, args):
+    """Adds what a rank sends in a collective of a ring: a one-rank group sends nothing, nor does the host."""
+    tensors = [value for value in tree_leaves(args) if isinstance(value, torch.Tensor)]
+    ranks, size = group.size(), max((tensor.nbytes for tensor in tensors), default=0)
+    if ranks == 1 or all(tensor.dtype == torch.uint8 for tensor in tensors):  # states of random generators
+        return
+    calls, total = sent.get(name, (0, 0))
+    # Its largest tensor is the complete one. An all-reduce is a reduce-scatter and an all-gather.
+    rounds = 2 if name.startswith(("allreduce", "all_reduce")) else 1
+    sent[name] = calls + 1, total + round(rounds * size * (ranks - 1) / ranks)
 
 
 def measure_step(row, settings):
     device = settings.device
     model, layers, optimizer = build(row, settings)
-    step = Step(model, optimizer, draw_ids(model, settings.tokens, device))
+    step = Step(model, optimizer, draw_ids(model, settings.tokens, device, row.layout.get("tp_size", 1)))
     flops, rule = flops_per_token(row, model.config, settings.tokens)
     found = describe(row, settings) | {"flops_per_token": flops, "flop_rule": rule}
     # The first step creates the optimizer's state.
@@ -366,10 +375,12 @@ def count_skipped(optimizer):
 
 def measure_optimizer(row, settings):
     """The optimizer's step and `zero_grad` alone, on the gradients of a short sequence."""
+    from hf_megatron.compat.torch_dtensor import local_tensor
+
     device = settings.device
     model, _, optimizer = build(row, settings)
     tokens = min(settings.tokens, 128)
-    step = Step(model, optimizer, draw_ids(model, tokens, device))
+    step = Step(model, optimizer, draw_ids(model, tokens, device, row.layout.get("tp_size", 1)))
     for _ in range(settings.warm_up_steps):
         step.run()
     times = []
@@ -389,9 +400,8 @@ def measure_optimizer(row, settings):
     step.backward()
     synchronize(device)
     found["kernel_ms"], found["launches"] = profile_kernels(step.step, device)
-    return found | {
-        "parameters": sum(parameter.numel() for group in optimizer.param_groups for parameter in group["params"])
-    }
+    held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    return found | {"parameters": sum(local_tensor(parameter).numel() for parameter in held)}
 
 
 def measure_ceilings(row, settings):
