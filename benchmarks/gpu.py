@@ -78,12 +78,13 @@ WIDE = {
     "vocab_size": 128256,
     "tie_word_embeddings": False,
 }
-# Sizes of Llama 3.1 8B and Llama 3.2 1B.
+NARROW = {"hidden_size": 2048, "intermediate_size": 8192}
+# Sizes of Llama 3.1 8B and Llama 3.2 1B; the last one is drawn on the host.
 MODELS = {
     "8B width": WIDE | {"num_hidden_layers": 8},
     "8B": WIDE | {"num_hidden_layers": 32},
-    "1B": WIDE | {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "tie_word_embeddings": True},
-    "2 layers": WIDE | {"num_hidden_layers": 2, "vocab_size": 32000},
+    "1B": WIDE | NARROW | {"num_hidden_layers": 16, "tie_word_embeddings": True},
+    "2 layers": WIDE | NARROW | {"num_hidden_layers": 2, "vocab_size": 32000},
 }
 TINY = {
     "hidden_size": 64,
@@ -118,8 +119,8 @@ def be_row(row, settings, out, log):
         import torch
 
         torch.set_num_threads(1)
-        if settings.device == "cuda":
-            torch.cuda.set_device(0)
+        # CUDA is not initialized here: a row with two real ranks forks them. Each row compiles with an empty cache.
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(Path(out).parent / "inductor")
         found = measure_row(row, settings)
     except BaseException as error:  # noqa: BLE001  every error belongs into the JSON
         traceback.print_exc()

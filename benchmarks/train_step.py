@@ -2,7 +2,6 @@
 
     python benchmarks/train_step.py --models tiny 61M --dtypes fp32 bf16 --rounds 15 \
         --out benchmarks/results/train_step_cpu.json
-    python benchmarks/train_step.py --device cuda --ranks 1 --models 1B 8B
 
 README.md in this folder describes the method.
 """
@@ -17,7 +16,6 @@ import time
 
 import torch
 import transformers  # imported before the fork, so that the workers need not import it
-from single_gpu import SHAPES, measure_gpu
 from variants import DTYPES, VARIANTS
 from workers import Skipped, WorkerGroup, median
 
@@ -197,23 +195,12 @@ def versions():
 
 def parse_arguments():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", nargs="+", help="tiny and 61M on the CPU, 1B and 8B on CUDA; all by default")
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--dtypes", nargs="+", choices=("fp32", "bf16"), default=["fp32", "bf16"])
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
     parser.add_argument("--rounds", type=int, default=15, help="undisturbed samples wanted of each variant")
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--ranks", type=int, help="2 on the CPU, 1 on CUDA; nothing else is measured here")
-    parser.add_argument("--layers", type=int, help="CUDA: cut the model to this many layers if memory is short")
-    parser.add_argument("--peak-tflops", type=float, help="CUDA: dense bf16 peak of a device that is not in the table")
     parser.add_argument("--out", help="file for the results as JSON")
-    arguments = parser.parse_args()
-    if arguments.ranks not in (None, 2 if arguments.device == "cpu" else 1):
-        parser.error(f"--ranks {arguments.ranks} is not measured on {arguments.device}")
-    known = list(MODELS) if arguments.device == "cpu" else list(SHAPES)
-    arguments.models = arguments.models or known
-    if not set(arguments.models) <= set(known):
-        parser.error(f"--models on {arguments.device}: choose from {', '.join(known)}")
-    return arguments
+    return parser.parse_args()
 
 
 def write_report(path, report):
@@ -227,18 +214,14 @@ def main():
     arguments = parse_arguments()
     instructions = torch.backends.cpu.get_cpu_capability()
     report = {"versions": versions(), "machine": {"cores": os.cpu_count(), "cpu_capability": instructions}}
-    if arguments.device == "cuda":
-        report["machine"]["gpu"] = torch.cuda.get_device_name()
-        report["runs"] = measure_gpu(arguments.models, arguments.rounds, arguments.layers, arguments.peak_tflops)
-    else:
-        torch.set_num_threads(1)  # this process forks the workers: see workers.py
-        transformers.logging.disable_progress_bar()
-        # The single-process variant is always measured: losses and ratios refer to it.
-        names = [name for name in VARIANTS if name in {"one_process_2_threads", *arguments.variants}]
-        report["method"] = {"rounds": arguments.rounds, "foreign_cpu_limit": FOREIGN_LIMIT, "backend": "gloo"}
-        report["runs"] = [
-            measure(model, dtype, names, arguments.rounds) for model in arguments.models for dtype in arguments.dtypes
-        ]
+    torch.set_num_threads(1)  # this process forks the workers: see workers.py
+    transformers.logging.disable_progress_bar()
+    # The single-process variant is always measured: losses and ratios refer to it.
+    names = [name for name in VARIANTS if name in {"one_process_2_threads", *arguments.variants}]
+    report["method"] = {"rounds": arguments.rounds, "foreign_cpu_limit": FOREIGN_LIMIT, "backend": "gloo"}
+    report["runs"] = [
+        measure(model, dtype, names, arguments.rounds) for model in arguments.models for dtype in arguments.dtypes
+    ]
     if arguments.out:
         write_report(arguments.out, report)
 

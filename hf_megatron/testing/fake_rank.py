@@ -8,6 +8,7 @@ those of a job. `planner/fake_world.py` predicts such ranks without memory.
 """
 
 import os
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -43,18 +44,24 @@ def join_as_fake_rank(rank: int, world_size: int, device: str = "cpu") -> None:
     join_fake_job(rank, world_size)
     RUNTIME.fake_job = dist.group.WORLD, device
     answer_for_other_ranks()
-    draw, check = initialize.initialize, distributed_optimizer.has_finite_gradients
+    draw, check, scatter = initialize.initialize, distributed_optimizer.has_finite_gradients, dist.reduce_scatter_tensor
 
     def draw_on_device(*args: Any, **kwargs: Any) -> None:
         with torch.device(device):
             draw(*args, **kwargs)
 
-    def accept_gradients(*args: Any) -> bool:
+    def accept_gradients(parameters: Iterable[torch.Tensor]) -> bool:
         # The check costs what it costs in a job.
-        check(*args)
+        check(parameters)
         return True
 
+    def scatter_own(output: torch.Tensor, input: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        # Before torch 2.13, which calls it `reduce_scatter_single`, the fake group leaves the output uninitialized.
+        output.copy_(input[: output.shape[0]])
+        return scatter(output, input, *args, **kwargs)
+
     initialize.initialize = draw_on_device
+    dist.reduce_scatter_tensor = scatter_own
     distributed_optimizer.has_finite_gradients = accept_gradients
 
 

@@ -4,6 +4,7 @@ import importlib
 import json
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -112,3 +113,76 @@ def test_muon_memory_benchmark(tmp_path):
     rows = json.loads(out.read_text())["rows"]
     full, *_ = rows["DDP, 2 ranks"]["muon_bytes_per_rank"]
     assert sum(rows["tp2"]["muon_bytes_per_rank"]) == full
+
+
+# Rows that are expected to fail on a CPU, and what their errors say.
+NO_LIGER = {} if find_spec("liger_kernel") else {"stock liger": "is not installed", "tp2+sp liger": "is not installed"}
+NOT_ON_CPU = NO_LIGER | {
+    "tp2+sp": "ConfigError",
+    "tp2+sp unpacked": "killed after 0 s",
+    "tp2+sp float8 rowwise": "Float8Linear instead of ColumnParallelLinear",
+}
+# The row "tp2+sp" has a layout that is invalid, and "tp2+sp unpacked" no time.
+REHEARSAL = """
+import sys
+from importlib.util import find_spec
+from dataclasses import replace
+sys.path.insert(0, "benchmarks")
+import gpu
+changes = {"tp2+sp": {"layout": {"tp_size": 3}}, "tp2+sp unpacked": {"seconds": 0}}
+gpu.ROWS = [replace(row, **changes.get(row.id, {})) for row in gpu.ROWS]
+gpu.main(["--device", "cpu", "--tiny", *sys.argv[1:]])
+"""
+
+
+def rehearse(out, *words):
+    command = [sys.executable, "-c", REHEARSAL, "--out", str(out), *words]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=500, check=False)
+    assert result.returncode == 0, result.stderr[-3000:]
+    return json.loads(out.read_text())
+
+
+def test_gpu_benchmark_runs_every_row(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    gpu, chart = importlib.import_module("gpu"), importlib.import_module("gpu_chart")
+    report = rehearse(tmp_path / "result.json")
+    assert report["schema"] == 1 and report["gpu"]["bf16_tflops"] > 0
+    rows = {row["id"]: row for row in report["rows"]}
+    assert list(rows) == [row.id for row in gpu.ROWS]
+    for name, row in rows.items():
+        if name in NOT_ON_CPU:
+            assert NOT_ON_CPU[name] in row["error"]
+            continue
+        assert row["error"] is None, (name, row)
+        if row["kind"] == "step":
+            assert row["step_ms"]["n"] == 2 and row["step_ms"]["p10"] <= row["step_ms"]["p90"]
+            assert row["host_ms"].keys() == {"forward", "backward", "step"} and not row["skipped_steps"]
+            assert row["kernel_ms"] is row["launches"] is None and row["mfu_measured_peak"] > 0
+            assert row["loss"][0] < 6 and row["loss"][-1] == pytest.approx(row["loss"][0], rel=0.02)
+    stock = {row["loss"][0] for name, row in rows.items() if name in ("stock adamw", "stock", "stock compiled")}
+    assert len(stock) == 1
+    graphs = {name: (row["graphs"], row["graph_breaks"]) for name, row in rows.items() if row.get("graphs")}
+    assert graphs["stock compiled"] == graphs["tp2 compiled"] == graphs["1B tp2 compiled"] == (1, 0)
+    # Of two layers, the first splits the sequence and the last one gathers it.
+    assert graphs["tp2+sp compiled"][0] <= 4 and graphs["tp2+sp compiled"][1] == 0
+    # Activations [32, 64] in bf16: two per layer and pass, one each of embedding and head.
+    small = rows["tp2"]["bytes_sent"]["tp"] - 10 * 32 * 64 * 2
+    assert 0 < small < 1024
+    # 7/8 of 115,008 fp32 gradients and bf16 weights.
+    assert rows["dp8 zero1"]["bytes_sent"]["dp"] == pytest.approx(115008 * 6 * 7 / 8, rel=0.01)
+    assert rows["two ranks, tp2+sp"]["difference"] < 2e-2
+    assert rows["8B LoRA tp2"]["flop_rule"] == "4N" and rows["tp2"]["flop_rule"] == "6N+attention"
+    chart.draw_chart(report, tmp_path / "chart.svg")
+    drawn = (tmp_path / "chart.svg").read_text(encoding="utf-8")
+    assert all(f"<!-- {bar[0]} -->" in drawn for bar in chart.collect_bars(report))
+
+
+def test_gpu_benchmark_drops_rows_and_adds_parts(tmp_path):
+    out = tmp_path / "result.json"
+    first = rehearse(out, "--part", "1", "--rows", "ceilings", "tp2")
+    assert [row["error"] for row in first["rows"]] == [None, None]
+    both = rehearse(out, "--part", "2", "--rows", "1B stock")
+    assert [row["id"] for row in both["rows"]] == ["ceilings", "tp2", "1B stock"]
+    assert both["rows"][2]["mfu_measured_peak"] > 0
+    dropped = rehearse(tmp_path / "none.json", "--minutes", "0")
+    assert all("dropped" in row["error"] for row in dropped["rows"] if row["id"] != "tp2+sp unpacked")
