@@ -3,7 +3,7 @@
     python benchmarks/gpu.py --part 1 --out benchmarks/results/gpu_cuda.json
     python benchmarks/gpu.py --part 2 --out benchmarks/results/gpu_cuda.json
     python benchmarks/gpu.py --chart benchmarks/results/gpu_cuda.json chart.svg
-    python benchmarks/gpu.py --device cpu --tiny --out /tmp/rehearsal.json
+    python benchmarks/gpu.py --device cpu --tiny --out /tmp/tiny.json
 
 Each row runs in a process of its own, with a time limit. An error is recorded in its row, and the next row starts. Rows
 that do not fit into `--minutes` are dropped from the end of the part. The second part adds its rows to the file of the
@@ -16,6 +16,7 @@ import json
 import multiprocessing
 import os
 import platform
+import shutil
 import signal
 import subprocess
 import sys
@@ -213,6 +214,8 @@ def versions():
 
 
 def commit():
+    if shutil.which("git") is None:
+        return None
     words = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
     found = subprocess.run(words, capture_output=True, text=True, check=False)
     return found.stdout.strip() or None
@@ -248,8 +251,8 @@ def summarize(found):
 
 def run(rows, settings, out=None, minutes=7.0, given_commit=None):
     """Runs rows in order and writes the report after each; returns it."""
-    context, report = choose_context(settings.device), start_report(out, given_commit)
     deadline = time.monotonic() + 60 * minutes
+    context, report = choose_context(settings.device), start_report(out, given_commit)
     if not report["gpu"] and not any(row.kind == "ceilings" for row in rows):
         rows = [ROWS[0], *rows]
     for row in rows:
@@ -269,7 +272,7 @@ def run(rows, settings, out=None, minutes=7.0, given_commit=None):
 def main(words=None):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--tiny", action="store_true", help="tiny sizes, to rehearse every row")
+    parser.add_argument("--tiny", action="store_true", help="tiny sizes, to try every row")
     parser.add_argument("--part", choices=PARTS, default="all")
     parser.add_argument("--rows", nargs="+", choices=[row.id for row in ROWS], help="only these")
     parser.add_argument("--minutes", type=float, default=7.0, help="time limit of this call")

@@ -4,7 +4,7 @@
     model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, megatron_config={"tp_size": 8})
 
 The library's own code runs. Collectives of torch's process group `fake` return at once, so losses and gradients are not
-those of a job. `planner/fake_world.py` predicts such ranks without memory.
+a job's. `planner/fake_world.py` predicts such ranks without memory.
 """
 
 import os

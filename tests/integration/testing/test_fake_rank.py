@@ -27,7 +27,7 @@ def read_weights():
 
 
 def run_fake_rank(function, rank=0):
-    [result] = run_forks(function, [rank], 2, lambda rank, folder: join_as_fake_rank(rank, 2), 120)
+    [result] = run_forks(function, [rank], 2, lambda rank, folder: join_as_fake_rank(rank, 2, "cpu"), 120)
     return result
 
 
@@ -70,6 +70,8 @@ def test_unavailable_device_is_rejected(device, monkeypatch):
     with pytest.raises(ConfigError, match=f"device = '{device}' is not available"):
         join_as_fake_rank(0, 2, device)
     assert not dist.is_initialized()
+    # The cure: a rank on the CPU.
+    assert run_fake_rank(loading._device_type) == "cpu"
 
 
 def test_object_collectives_and_reduce_scatters_return_own_values():
