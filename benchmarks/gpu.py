@@ -164,8 +164,10 @@ def use_cuda():
     torch.zeros(1, device="cuda")
 
 
-def choose_context(device):
+def choose_context(device, *, spawns):
     """Forks rows if they can use the GPU, as a fork has imported everything; otherwise starts new interpreters."""
+    if spawns:
+        return multiprocessing.get_context("spawn")
     import torch
 
     import hf_megatron  # noqa: F401
@@ -249,10 +251,10 @@ def summarize(found):
     return f"{found['step_ms']['median']:.1f} ms{kernels}{rate}"
 
 
-def run(rows, settings, out=None, minutes=7.0, given_commit=None):
+def run(rows, settings, out=None, minutes=7.0, given_commit=None, *, spawns=False):
     """Runs rows in order and writes the report after each; returns it."""
     deadline = time.monotonic() + 60 * minutes
-    context, report = choose_context(settings.device), start_report(out, given_commit)
+    context, report = choose_context(settings.device, spawns=spawns), start_report(out, given_commit)
     if not report["gpu"] and not any(row.kind == "ceilings" for row in rows):
         rows = [ROWS[0], *rows]
     for row in rows:
@@ -276,6 +278,7 @@ def main(words=None):
     parser.add_argument("--part", choices=PARTS, default="all")
     parser.add_argument("--rows", nargs="+", choices=[row.id for row in ROWS], help="only these")
     parser.add_argument("--minutes", type=float, default=7.0, help="time limit of this call")
+    parser.add_argument("--spawn", action="store_true", help="start rows as new interpreters instead of forks")
     parser.add_argument("--commit", help="recorded where there is no git checkout")
     parser.add_argument("--out", type=Path, help="a JSON file")
     parser.add_argument("--chart", nargs=2, type=Path, metavar=("JSON", "IMAGE"), help="draw a report, measure nothing")
@@ -285,7 +288,8 @@ def main(words=None):
         draw_chart(json.loads(report.read_text(encoding="utf-8")), image)
         return
     rows = [row for row in ROWS if row.number in PARTS[wanted.part] and row.id in (wanted.rows or [row.id])]
-    run(rows, choose_settings(wanted.device, tiny=wanted.tiny), wanted.out, wanted.minutes, wanted.commit)
+    settings = choose_settings(wanted.device, tiny=wanted.tiny)
+    run(rows, settings, wanted.out, wanted.minutes, wanted.commit, spawns=wanted.spawn)
 
 
 if __name__ == "__main__":
