@@ -23,12 +23,15 @@ def draw_chart(report, path):
     axes = figure.subplots()
     height = 0.27
     for place, kind in enumerate(COLORS):
+        # A CPU has no kernel times.
+        if all(bar[1 + place] is None for bar in bars):
+            continue
         values = [bar[1 + place] or 0 for bar in bars]
-        label = {"step": "step", "kernels": "sum of its kernels", "host": "host, without waiting for the device"}[kind]
+        label = {"step": "step", "kernels": "sum of its kernels", "host": "host, without the device's backlog"}[kind]
         offsets = [number + (place - 1) * height for number in range(len(bars))]
         axes.barh(offsets, values, height, color=COLORS[kind], label=label)
     axes.set_yticks(range(len(bars)), [bar[0] for bar in bars])
-    axes.invert_yaxis()
+    axes.set_ylim(len(bars) - 0.5, -0.5)
     axes.set_xlabel("ms")
     axes.set_title(f"{report['gpu'].get('name', '')}: training steps of one rank, communication not included")
     axes.legend()
