@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from .torch_autograd import leave_uncompiled
+from .torch_autograd import inherit_forward, leave_uncompiled
 from .torch_dtensor import dtensor_local_view
 from .transformers_models import get_recorder_attributes
 
@@ -23,11 +23,13 @@ class ModuleCompiledLocally:
     """Mixin of a module whose compiled call reads plain local tensors instead of DTensors.
 
     Views of the parameters are taken outside of the graph: AOTAutograd saves the mesh of a DTensor for the backward,
-    where recomputation accepts tensors only.
+    where recomputation accepts tensors only. Modules with an attribute `is_off_stage` have nothing to compile.
     """
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """Compiles the call as `nn.Module.compile` does, apart from the functions around it."""
+        if getattr(self, "is_off_stage", False):
+            return
         compiled = torch.compile(super()._call_impl, *args, **kwargs)  # type: ignore[misc]
         self._compiled_call_impl = partial(_run_compiled, self, compiled)
 
@@ -91,7 +93,9 @@ def _plain_parameters(layer: nn.Module) -> Iterator[None]:
 
 @cache
 def _mixed_class(mixin: Any, base: Any) -> type[nn.Module]:
-    return type(base.__name__, (mixin, base), get_recorder_attributes(base))
+    mixed: Any = type(base.__name__, (mixin, base), get_recorder_attributes(base))
+    inherit_forward(mixed)
+    return mixed
 
 
 def compile_locally(module: nn.Module) -> None:

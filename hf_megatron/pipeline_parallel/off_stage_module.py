@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ..compat.torch_autograd import inherit_forward
+from ..compat.torch_modules import get_surrounding, surround
 from ..core.off_stage import OffStageModule, OffStageTensor, Owner, as_parameter
 from ..errors import UnsupportedError
 
@@ -46,6 +47,8 @@ class Placeholder(OffStageModule, nn.Module):
 
     # `kernels` replaces the forward of modules for which this returns True.
     kernel_condition = staticmethod(lambda module: False)
+
+    is_off_stage = True
 
     def __init__(self, module: nn.Module, place: str, progress: Progress):
         super().__init__()
@@ -137,7 +140,11 @@ class Placeholder(OffStageModule, nn.Module):
             names: names of the parameters to register, relative to this module.
         """
         assert self._progress.owner is not None
+        # The axes have installed their functions around layers before.
+        enter, leave = get_surrounding(self)
         self.__class__ = _standing_class(self._own_class, self._kind)  # type: ignore[arg-type, assignment]
+        if enter is not None or leave is not None:
+            surround(self, enter, leave)
         self._parameters.update(dict.fromkeys(self._left_out))
         for name, requires_grad in self._trained.items():
             if name in names:

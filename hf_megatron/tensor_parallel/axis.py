@@ -264,7 +264,7 @@ def _guard_activations(
     for name in replicated_names | _around((*structure.stacks, *names_in_encoder(model))):
         if next(model.get_submodule(name).children(), None) is not None:
             forwards.track(model.get_submodule(name))
-    for layer in layers:
+    for layer in filter(computes_here, layers):
         compile_locally(layer)
     # The base model may be called directly; it holds no reference to the model around it.
     models = (model,) if model.base_model is model else (model, model.base_model)
