@@ -19,6 +19,7 @@ from ..compat.torch_fsdp import find_units
 from ..config import MegatronConfig
 from ..core.mesh import ParallelMesh
 from ..core.off_stage import is_off_stage, local_named_parameters
+from ..core.parameter_walk import list_named_parameters
 from ..core.runtime import RUNTIME
 from ..errors import UnsupportedError
 from ..parallel_state import ParallelState, parallel_state
@@ -284,7 +285,7 @@ class DataParallel(Shared):
     def unedited(self) -> Callable[[], None]:
         """Returns a check that raises if a weight was edited in place since, on any pipeline stage."""
         # In ZeRO stage 3 the unsharded parameters replace the marked ones during calls: read the model's as well.
-        return unedited([*self.parameters.marked, *filter(is_off_stage, self.model.parameters())])
+        return unedited([*self.parameters.marked, *filter(is_off_stage, list_named_parameters(self.model).values())])
 
     def _after_load(self, model: nn.Module, keys: Any) -> None:
         self.refresh_main_weights()

@@ -256,7 +256,15 @@ def _is_plain(name: str, value: Any) -> bool:
 
 def first_dtype(module: nn.Module) -> torch.dtype | None:
     """Returns the dtype of a module's first parameter, else of its first buffer."""
-    return next((tensor.dtype for tensors in (module.parameters(), module.buffers()) for tensor in tensors), None)
+    stack = [module]
+    # A loop instead of `parameters()`: every call reads the dtypes of all layers.
+    while stack:
+        part = stack.pop()
+        for parameter in part._parameters.values():
+            if parameter is not None:
+                return parameter.dtype
+        stack.extend(filter(None, reversed(part._modules.values())))
+    return next((buffer.dtype for buffer in module.buffers()), None)
 
 
 def names_in(part: str, names: Collection[str]) -> set[str]:

@@ -11,6 +11,7 @@ from torch import nn
 from ..compat.instance_patches import mix_into
 from ..config import MegatronConfig
 from ..core.axes import Axes
+from ..core.parameter_walk import list_named_parameters
 from ..data_parallel.dynamic_rope import scales_by_length
 from ..errors import UnsupportedError
 from ..models.layers import LayerSequence, find_full_sequence_blocks
@@ -109,7 +110,7 @@ class ModelPartition:
         """
         lists = *self.layers.lists, *self.layers.parts
         parts = tuple(f"{name}." for name in (*lists, *self.before, *self.between, *self.after))
-        for name, parameter in model.named_parameters():
+        for name, parameter in list_named_parameters(model).items():
             if parameter.requires_grad and name not in known and not name.startswith(parts):
                 raise UnsupportedError(
                     f"{name} was added to a pipelined model after loading, outside of its stages: every rank would "

@@ -10,6 +10,7 @@ from torch import nn
 
 from ..compat.shared import Shared
 from ..compat.torch_dtensor import local_tensor
+from ..core.parameter_walk import list_named_parameters
 from ..errors import UnsupportedError
 from ..models.spec import module_name
 from .split_model import ModelPartition
@@ -30,8 +31,10 @@ class TiedGradients(Shared):
     def parameters(self) -> list[nn.Parameter]:
         """Returns the trained parameters that another rank of the pipeline holds too, or several stages of this one."""
         stages = self.cut.boundary.stages.of_rank(self.runner.rank)
-        modules = [nn.ModuleList(self.cut.list_modules(self.model, stage)) for stage in stages]
-        repeated = list_shared_parameters([list(stage.parameters()) for stage in modules])
+        repeated: list[nn.Parameter] = []
+        if len(stages) > 1:
+            modules = [nn.ModuleList(self.cut.list_modules(self.model, stage)) for stage in stages]
+            repeated = list_shared_parameters([[*list_named_parameters(stage).values()] for stage in modules])
         return [*{id(p): p for p in (*(p for _, p in self.named()), *repeated)}.values()]
 
     def sum(self) -> None:

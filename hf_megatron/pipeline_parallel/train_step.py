@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 from ..compat.torch_autograd import keeps_graph
 from ..compat.torch_memory import is_async_device
-from ..core.off_stage import local_named_parameters
+from ..core.off_stage import is_off_stage
+from ..core.parameter_walk import list_named_parameters
 from ..data_parallel.inplace_edits import Contents
 from ..errors import ConfigError
 from .batch_preparation import MicrobatchPlan
@@ -72,7 +73,8 @@ class TrainStep:
         self._share_losses()
         # The gradients belong to the present weights, which must not change before the backward.
         self._require_unedited = pipeline.engine.unedited()
-        self._contents = Contents(parameter for _, parameter in local_named_parameters(pipeline.model))
+        named = list_named_parameters(pipeline.model)
+        self._contents = Contents([parameter for parameter in named.values() if not is_off_stage(parameter)])
         self._reached = self.gradients.reached()
         [loss] = with_backward(self.backward, (self.losses[0],), inputs.tensors, self._reached)
         aux_loss = None

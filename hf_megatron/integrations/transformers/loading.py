@@ -22,7 +22,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import transformers
 from torch.distributed.tensor import DTensor
 
 from ...checkpoint.collected_state import collect_state_dict, follow_weights
@@ -182,10 +181,12 @@ def _activate_patches() -> None:
     if PATCH_REGISTRY.is_active:
         return
     PATCH_REGISTRY.activate()
+    # `transformers.Trainer` would import the trainer, and with it datasets, PEFT and more: 150 MiB per process.
+    trainer = getattr(sys.modules.get("transformers.trainer"), "Trainer", None)
     frame = sys._getframe(1)
-    while frame.f_back is not None:
+    while trainer is not None and frame.f_back is not None:
         frame = frame.f_back
-        if frame.f_code.co_name == "__init__" and isinstance(owner := frame.f_locals.get("self"), transformers.Trainer):
+        if frame.f_code.co_name == "__init__" and isinstance(owner := frame.f_locals.get("self"), trainer):
             raise ConfigError(
                 f"{type(owner).__name__} loads a model with megatron_config in its constructor. Load the model first "
                 "and pass it instead of model_init, or give model_init_kwargs to the constructor of the arguments."
