@@ -134,7 +134,9 @@ class ModelPartition:
         """Returns the parameters of one of this rank's stages; a shared one may be listed twice."""
         alongside = [model.get_parameter(name) for name in self.alongside] if stage == 0 else []
         return alongside + [
-            parameter for module in self.list_modules(model, stage) for parameter in module.parameters()
+            parameter
+            for module in self.list_modules(model, stage)
+            for parameter in list_named_parameters(module).values()
         ]
 
     def ends(self, model: nn.Module) -> list[nn.Module]:

@@ -155,7 +155,8 @@ def _cache_entry(layer: nn.Module) -> int | None:
 
 def leave_out(model: Any, arguments: dict[str, Any]) -> None:
     """Disables the cache of a call; `UnsupportedError` if a single process would treat its packed documents as one."""
-    if _makes_cache(model, arguments):
+    # Finding out whether there would be a cache reads all modules.
+    if _may_hold_documents(arguments) and _makes_cache(model, arguments):
         _reject_documents(model, arguments)
     arguments["use_cache"] = False
 
@@ -173,12 +174,15 @@ def _makes_cache(model: Any, arguments: Mapping[str, Any]) -> bool:
     return bool(use_cache) and not _caches(arguments) and not (model.training and checkpoints_activations(model))
 
 
-def _reject_documents(model: Any, arguments: Mapping[str, Any]) -> None:
+def _may_hold_documents(arguments: Mapping[str, Any]) -> bool:
     # With a mask, transformers ignores the positions.
     positions = arguments.get("position_ids")
-    if arguments.get("attention_mask") is not None or not isinstance(positions, Tensor) or positions.dim() != 2:
-        return
-    if positions.shape[1] > 1 and not bool((positions.diff(dim=1) == 1).all()):
+    is_read = arguments.get("attention_mask") is None and isinstance(positions, Tensor) and positions.dim() == 2
+    return is_read and positions.shape[1] > 1
+
+
+def _reject_documents(model: Any, arguments: Mapping[str, Any]) -> None:
+    if _may_hold_documents(arguments) and not bool((arguments["position_ids"].diff(dim=1) == 1).all()):
         raise UnsupportedError(
             "position_ids of packed documents with use_cache=True are not supported: with a cache, transformers treats "
             f"the sequence as one document. Call {type(model).__name__} with use_cache=False, or set "

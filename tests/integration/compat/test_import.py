@@ -270,6 +270,26 @@ Trainer(model=make(), args=args)
     )
 
 
+def test_loading_imports_no_trainer(stories):
+    """The trainer brings datasets, PEFT and more: 150 MiB in every process of a loop without it.
+
+    The model is loaded inside a constructor, which may be a trainer's.
+    """
+    run_python(
+        f"""
+import sys, hf_megatron
+from transformers import AutoModelForCausalLM
+
+class Loop:
+    def __init__(self):
+        self.model = AutoModelForCausalLM.from_pretrained({str(stories)!r}, megatron_config={{"tp_size": 1}})
+
+Loop()
+assert not {{"transformers.trainer", "datasets"}} & set(sys.modules)
+"""
+    )
+
+
 def test_trl_model_init_kwargs_apply_all_patches(tmp_path):
     run_python(
         f"""
