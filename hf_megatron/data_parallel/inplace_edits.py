@@ -4,7 +4,7 @@ Autograd compares version counters of the tensors that it saved. A DTensor count
 its local tensor; FSDP2 and pipelines compute with copies, or have run the backward before the loop edits a weight.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -93,7 +93,7 @@ def _edited(what: str) -> RuntimeError:
     )
 
 
-def _versions(parameters: list[Tensor]) -> list[Any]:
+def _versions(parameters: Sequence[Tensor]) -> list[Any]:
     return [_sharded_version(p) if isinstance(p, DTensor) else p._version for p in parameters]
 
 

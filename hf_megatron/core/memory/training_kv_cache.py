@@ -176,7 +176,7 @@ def _makes_cache(model: Any, arguments: Mapping[str, Any]) -> bool:
 
 def _may_hold_documents(arguments: Mapping[str, Any]) -> bool:
     # With a mask, transformers ignores the positions.
-    positions = arguments.get("position_ids")
+    positions: Any = arguments.get("position_ids")
     is_read = arguments.get("attention_mask") is None and isinstance(positions, Tensor) and positions.dim() == 2
     return is_read and positions.shape[1] > 1
 
