@@ -120,6 +120,11 @@ def get_surrounding(module: nn.Module) -> tuple[Enter | None, Exit | None]:
     return module._enter_uncompiled, module._exit_uncompiled
 
 
+def is_compiled(module: nn.Module) -> bool:
+    """Returns whether `module.compile()` was called."""
+    return module._compiled_call_impl is not None
+
+
 @contextmanager
 def running_uncompiled(model: nn.Module) -> Iterator[None]:
     """Runs compiled modules of a model eagerly inside the context."""

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import nn
 
+from ...compat.torch_modules import is_compiled
 from ...data_parallel.fsdp import outermost_layers
 from ...tensor_parallel.vocab_parallel_head import VocabParallelHead
 
@@ -22,7 +23,7 @@ def compile_layers(model: Any, **kwargs: Any) -> None:
         kwargs: arguments of `torch.compile`, such as `backend` and `mode`.
     """
     for module in find_compiled_modules(model):
-        if module._compiled_call_impl is None:
+        if not is_compiled(module):
             module.compile(**kwargs)
 
 
