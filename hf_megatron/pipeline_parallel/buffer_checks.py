@@ -2,9 +2,8 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from ..compat.shared import Shared
 from ..core.off_stage import is_off_stage
@@ -28,10 +27,10 @@ class BufferCheck(Shared):
             yield
             return
         self.calls += 1
-        buffers = {name: buffer for name, buffer in self.model.named_buffers() if not is_off_stage(buffer)}
+        buffers = self._list_buffers()
         before = {name: buffer._version for name, buffer in buffers.items()}
         yield
-        present: dict[str, Any] = dict(self.model.named_buffers())
+        present = self._list_buffers()
         for name, version in before.items():
             # Buffers that were exchanged for others, such as frequencies for longer sequences, depend on no call count.
             if present.get(name) is buffers[name] and buffers[name]._version - version >= num_microbatches:
@@ -40,3 +39,13 @@ class BufferCheck(Shared):
                     f"{num_microbatches} microbatches: a single process changes it once per batch. Set "
                     "num_microbatches=1 or pp_size=1."
                 )
+
+    def _list_buffers(self) -> dict[str, Tensor]:
+        """Returns this stage's buffers, of any shape, without the frequencies that follow the batch's length."""
+        return {
+            f"{name}.{buffer_name}".removeprefix("."): buffer
+            for name, module in self.model.named_modules()
+            if "rope_type" not in vars(module)
+            for buffer_name, buffer in module.named_buffers(recurse=False)
+            if not is_off_stage(buffer)
+        }
