@@ -37,8 +37,8 @@ class ModuleCompiledLocally:
 class SurroundedModule(ModuleCompiledLocally):
     """Mixin of a module whose call, hooks included, runs between functions that `module.compile()` leaves out.
 
-    Gradient checkpointing and a pipeline stage wrap `__call__`, so they recompute or replace the inputs of these
-    functions too, as they do those of forward hooks.
+    A pipeline stage wraps `__call__`, so it replaces the inputs of these functions too, as it does those of forward
+    hooks. Gradient checkpointing recomputes them where it wraps `__call__` (until transformers 5.22).
     """
 
     _enter_uncompiled: Enter | None

@@ -1,7 +1,5 @@
 """Tests of a plain model's backward beside data-parallel models: what it costs, and that it is still checked."""
 
-import sys
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -11,6 +9,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from hf_megatron import UnsupportedError
 from hf_megatron.core.fork_harness import run_ranks
 from hf_megatron.data_parallel import untracked_leaves
+from tests.helpers.python_calls import count_calls
 from tests.helpers.training import make_batch, parse_layout, shard_batch
 
 DEPTHS = (4, 12)
@@ -29,22 +28,6 @@ def deep(tmp_path_factory):
     path = tmp_path_factory.mktemp("deep")
     make_llama(DEPTHS[1]).save_pretrained(path)
     return path
-
-
-def count_calls(function):
-    """Returns the number of calls of Python functions, which does not depend on the load of the machine."""
-    calls = 0
-
-    def count(frame, event, argument):
-        nonlocal calls
-        calls += event == "call"
-
-    sys.setprofile(count)
-    try:
-        function()
-    finally:
-        sys.setprofile(None)
-    return calls
 
 
 def count_backward(plain):

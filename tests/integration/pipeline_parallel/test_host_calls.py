@@ -1,7 +1,5 @@
 """Bounds of the Python calls of a pipelined training call, which do not depend on the load of the machine."""
 
-import sys
-
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
@@ -9,6 +7,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from hf_megatron.core.fork_harness import run_ranks
 from hf_megatron.losses.loss_terms import CHECKED_CALLS
 from hf_megatron.pipeline_parallel import split_model
+from tests.helpers.python_calls import count_calls
 
 DEPTHS = (4, 12)
 MICROBATCHES = (4, 8)
@@ -24,22 +23,6 @@ def folders(tmp_path_factory):
         sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 4}
         LlamaForCausalLM(LlamaConfig(**sizes, num_hidden_layers=depth, vocab_size=64)).save_pretrained(path)
     return paths
-
-
-def count_calls(function):
-    """Returns the number of calls of Python functions."""
-    calls = 0
-
-    def count(frame, event, argument):
-        nonlocal calls
-        calls += event == "call"
-
-    sys.setprofile(count)
-    try:
-        function()
-    finally:
-        sys.setprofile(None)
-    return calls
 
 
 def count_training_calls(model, microbatches):

@@ -1,13 +1,12 @@
 """Bounds on the Python calls that a layer costs; unlike times, counts do not depend on the machine's load."""
 
-import sys
-
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from hf_megatron import MegatronConfig, prepare_optimizer
 from hf_megatron.core.fork_harness import run_ranks
+from tests.helpers.python_calls import count_calls
 
 # Layout -> calls per layer of forward, backward and optimizer step, with a few calls of reserve.
 BOUNDS = {
@@ -25,21 +24,6 @@ def save_models(path):
         LlamaForCausalLM(LlamaConfig(**sizes, num_hidden_layers=depth, vocab_size=64)).save_pretrained(
             path / str(depth)
         )
-
-
-def count_calls(function):
-    calls = 0
-
-    def count(frame, event, argument):
-        nonlocal calls
-        calls += event == "call"
-
-    sys.setprofile(count)
-    try:
-        function()
-    finally:
-        sys.setprofile(None)
-    return calls
 
 
 def count_phases(path, config):
