@@ -21,6 +21,7 @@ from transformers import (
 
 from hf_megatron.core.fork_harness import run_ranks
 from hf_megatron.integrations.trainer import global_batches
+from hf_megatron.integrations.trainer.global_batches import _CountedRows
 from tests.helpers.dp_training import count_ranks
 from tests.integration.integrations.trainer.test_padded_batches import COUNTS, layout
 
@@ -279,3 +280,11 @@ def test_padding_free_collator_adds_no_padding(gpt2, tmp_path, size):
         count, 2, gpt2, tmp_path, concatenate_samples, layout("dp2"), per_device_train_batch_size=size // 2, **arguments
     ):
         assert [tokens for _, tokens in log] == [tokens for _, tokens in expected]
+
+
+@pytest.mark.parametrize(("rows", "expected"), [(8, [4, 5, 6, 7]), (6, [4, 5]), (4, None)])
+def test_stream_of_plain_tensors_ends_where_a_rank_has_no_samples(rows, expected):
+    """A batch without names has no targets to mask, so the loader ends on all ranks."""
+    collate = _CountedRows(torch.stack, rank=1, size=4)
+    batch = collate([torch.tensor(row) for row in range(rows)])
+    assert batch.rows == rows and (None if batch.batch is None else batch.batch.tolist()) == expected
