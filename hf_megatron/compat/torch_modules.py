@@ -9,8 +9,8 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from .graph_leaves import read_local
 from .torch_autograd import inherit_forward, leave_uncompiled
-from .torch_dtensor import dtensor_local_view
 from .transformers_models import get_recorder_attributes
 
 # (module, args, kwargs) -> new (args, kwargs), or `None` to keep them.
@@ -84,7 +84,7 @@ def _plain_parameters(layer: nn.Module) -> Iterator[None]:
         for module, parameters in replaced:
             for name, parameter in parameters.items():
                 if isinstance(parameter, DTensor):
-                    module._parameters[name] = dtensor_local_view(parameter)  # type: ignore[assignment]
+                    module._parameters[name] = read_local(parameter)  # type: ignore[assignment]
         yield
     finally:
         for module, parameters in replaced:

@@ -2,6 +2,8 @@
 
 from typing import Any
 
+from .graph_leaves import collect_leaf_gradients, with_leaves
+
 
 class _StageNumbers:
     """Minimal pipeline stage with the attributes that torch's schedules read to compute their order; has no module."""
@@ -72,11 +74,12 @@ def backward_inputs(roots: list[Any], seeds: list[Any], inputs: tuple[Any, ...],
     """Computes only `inputs[i].grad` (torch's `stage_backward_input`); returns the arguments of `backward_weights`."""
     from torch.distributed.pipelining._backward import stage_backward_input
 
-    return stage_backward_input(roots, seeds, list(inputs), iter(parameters))[1]
+    return stage_backward_input(roots, seeds, list(inputs), iter(with_leaves(parameters)))[1]
 
 
 def backward_weights(parameters: list[Any], groups: Any) -> None:
     """Accumulates the gradients skipped by `backward_inputs` into `.grad`, without calling the parameters' hooks."""
     from torch.distributed.pipelining._backward import stage_backward_weight
 
-    stage_backward_weight(iter(parameters), groups)
+    stage_backward_weight(iter(with_leaves(parameters)), groups)
+    collect_leaf_gradients(parameters)

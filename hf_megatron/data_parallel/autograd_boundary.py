@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..compat.graph_leaves import find_owner
 from ..compat.torch_autograd import accumulator, backward_node, is_asked_for, runs_all
 from ..errors import UnsupportedError
 
@@ -150,7 +151,7 @@ def walk_up_to(
             stopped.append(node)
         elif isinstance(leaf := getattr(node, "variable", None), Tensor):
             # Only `AccumulateGrad` nodes have `variable`: the leaf that they add the gradient to.
-            leaves.append(leaf)
+            leaves.append(find_owner(leaf))
         else:
             left += [following for following, _ in node.next_functions]
     return leaves, stopped

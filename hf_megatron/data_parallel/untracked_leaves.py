@@ -12,6 +12,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
+from ..compat.graph_leaves import with_leaves
 from ..compat.torch_autograd import accumulators, in_backward, leaves_in_graphs, runs_any
 from ..errors import UnsupportedError
 from .autograd_boundary import LEAVING, STOPPED, UNREDUCED, reject_untracked, walk, walk_up_to
@@ -65,7 +66,7 @@ class _Probe:
 
     def __init__(self, engines: list[DataParallel], check: Callable[[], None]):
         self.check: Callable[[], None] | None = check
-        used = leaves_in_graphs([leaf for engine in engines for leaf in engine.identities.differentiable()])
+        used = leaves_in_graphs([leaf for engine in engines for leaf in with_leaves(engine.identities.differentiable())])
         anchors = [anchor for engine in engines if (anchor := engine.output_anchor()) is not None]
         self.nodes = [*anchors, *accumulators(used)]
 

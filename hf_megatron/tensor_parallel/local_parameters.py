@@ -11,9 +11,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from ..compat.graph_leaves import read_local
 from ..compat.shared import Shared
 from ..compat.torch_autograd import in_backward
-from ..compat.torch_dtensor import dtensor_local_view as differentiable_local
 from ..compat.transformers_models import get_recorder_attributes
 from ..core.communication.collectives import copy_to_ranks
 from ..core.communication.mean_grad_ops import scale_gradient
@@ -26,7 +26,7 @@ from ..errors import UnsupportedError
 def local_view(parameter: Tensor | None, group: dist.ProcessGroup | None = None) -> Tensor | None:
     """Returns a parameter's local tensor, differentiable; `group`, if given, is the ranks to sum its gradient over."""
     if isinstance(parameter, DTensor):
-        local = differentiable_local(parameter)
+        local = read_local(parameter)
     elif parameter is None or group is None or not torch.compiler.is_dynamo_compiling():
         return parameter
     else:

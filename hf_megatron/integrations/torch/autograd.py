@@ -54,9 +54,29 @@ def run_backward(
         engines = all_engines()
         for engine in engines:
             engine.sync_user_edits()
-        if any(engine.state.cut is not None for engine in engines):
-            return _run_in_stages(original, outputs, seeds, keep, create, inputs, *args, **kwargs)
+        run = _run_in_stages if any(engine.state.cut is not None for engine in engines) else _run
+        return run(original, outputs, seeds, keep, create, inputs, *args, **kwargs)
     return original(outputs, seeds, keep, create, inputs, *args, **kwargs)
+
+
+def _run(
+    original: Callable,
+    outputs: Any,
+    seeds: Any,
+    keep: Any,
+    create: Any,
+    inputs: Any,
+    allow_unreachable: bool = False,
+    accumulate_grad: bool = True,
+) -> Any:
+    """Runs autograd's engine, which knows sharded parameters by the plain leaves that forwards read."""
+    from ...compat.graph_leaves import LeafInputs
+
+    requested = LeafInputs(inputs)
+    if not requested.positions:
+        return original(outputs, seeds, keep, create, inputs, allow_unreachable, accumulate_grad)
+    gradients = original(outputs, seeds, keep, create, requested.inputs, True, accumulate_grad)
+    return gradients if accumulate_grad else requested.merge(gradients, allow_unused=allow_unreachable)
 
 
 def _run_in_stages(original: Callable, *args: Any, **kwargs: Any) -> Any:
@@ -64,7 +84,7 @@ def _run_in_stages(original: Callable, *args: Any, **kwargs: Any) -> Any:
     from ...pipeline_parallel.taken_activations import explain_freed_graph
 
     try:
-        return original(*args, **kwargs)
+        return _run(original, *args, **kwargs)
     except RuntimeError as error:
         explain_freed_graph(error)
         raise
