@@ -110,7 +110,9 @@ def find_leaf(parameter: Any) -> Tensor | None:
 def with_leaves(parameters: Iterable[Tensor]) -> list[Tensor]:
     """Returns parameters, of any shape, and the leaves that stand for them in graphs."""
     listed = list(parameters)
-    return listed + [leaf for parameter in listed if (leaf := find_leaf(parameter)) is not None]
+    # No call per parameter: backwards of plain models ask this for all parallelized models beside them.
+    references = [value.__dict__.get(_LEAF) for value in listed if isinstance(value, DTensor)]
+    return listed + [reference.value for reference in references if reference is not None]
 
 
 def find_owner(leaf: Tensor) -> Tensor:
@@ -156,7 +158,7 @@ class LeafInputs:
                 merged[index] = wrapped if present is None else present + wrapped
         if not allow_unused and any(gradient is None for gradient in merged):
             raise RuntimeError(
-                "One of the differentiated Tensors appears to not have been used in the graph. Set allow_unused=True if "
-                "this is the desired behavior."
+                "One of the differentiated Tensors appears to not have been used in the graph. Set allow_unused=True "
+                "if this is the desired behavior."
             )
         return tuple(merged)

@@ -83,6 +83,16 @@ def accumulator(leaf: torch.Tensor) -> Any:
     return torch.autograd.graph.get_gradient_edge(leaf).node
 
 
+def run_function(function: type[torch.autograd.Function], *args: Any) -> Any:
+    """Applies an autograd function, past the checks of `Function.apply` for transforms of torch.func (private).
+
+    They cost a call per argument, for each function and layer.
+    """
+    if torch.compiler.is_dynamo_compiling() or torch._C._are_functorch_transforms_active():
+        return function.apply(*args)
+    return super(torch.autograd.Function, function).apply(*args)  # type: ignore[misc]
+
+
 class _Accumulators(torch.autograd.Function):
     """Node whose edges lead to the accumulators of any number of leaves; one call costs less than one per leaf."""
 
@@ -100,8 +110,7 @@ def accumulators(leaves: list[torch.Tensor]) -> list[Any]:
     if not leaves:
         return []
     with torch.enable_grad():
-        # Past `Function.apply`, which looks at each argument for the wrappers of torch.func.
-        listed = super(torch.autograd.Function, _Accumulators).apply(*leaves)  # type: ignore[misc]
+        listed = run_function(_Accumulators, *leaves)
     return [node for node, _ in listed.grad_fn.next_functions]
 
 

@@ -66,7 +66,8 @@ class _Probe:
 
     def __init__(self, engines: list[DataParallel], check: Callable[[], None]):
         self.check: Callable[[], None] | None = check
-        used = leaves_in_graphs([leaf for engine in engines for leaf in with_leaves(engine.identities.differentiable())])
+        leaves = with_leaves([leaf for engine in engines for leaf in engine.identities.differentiable()])
+        used = leaves_in_graphs(leaves)
         anchors = [anchor for engine in engines if (anchor := engine.output_anchor()) is not None]
         self.nodes = [*anchors, *accumulators(used)]
 

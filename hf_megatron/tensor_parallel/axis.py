@@ -27,6 +27,7 @@ from .linear import ParallelLinear
 from .local_parameters import ActiveForwards, LocalParameters, read_locally
 from .loss_mode import install_pending_loss
 from .region import SEQUENCE_DIM
+from .rng_observer import RngObserver
 from .sharding_rules import assign_shardings, expand_plan, expand_regions, local_sizes, matching, shared_heads
 from .structure import Structure, find_structure, uniform_row
 from .styles import AXIS, ModuleContext, style
@@ -229,6 +230,8 @@ def install(model: Any, state: ParallelState) -> None:
     OutputChecks(refused).install(state.hooks)
     # A previous forward may have raised inside a layer, with the local RNG state active.
     SyncedRngState(mesh.device, mesh.host_group(AXIS), rng.use_shared_rng).install(state.hooks)
+    if state.cut is None:
+        RngObserver(rng).install(state.hooks)
     _guard_activations(model, state, plan, structure, regions, forwards, first_hook)
 
 

@@ -45,10 +45,18 @@ class ParallelLinear(nn.Linear):
 
     def matmul(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """Multiplies `[..., local in]` by this rank's shard of the weight: `[..., local out]`."""
-        self.forwards.require_full(self, self.shard_name)
+        # Inside the model's forward there is nothing to check.
+        if not self.forwards.models:
+            self.forwards.require_full(self, self.shard_name)
         # Key/value heads fewer than ranks: the gradient is summed over the ranks that hold the same heads.
-        weight = weight_in_use(self, self.copies_group)
+        weight = weight_in_use(self, self.copies_group if self.copies > 1 else None)
         return F.linear(x, weight.t() if self.weight_dim_out == 1 else weight, bias)
+
+    def local_bias(self, group: dist.ProcessGroup | None) -> Tensor | None:
+        """Returns this rank's bias `[local out]`, differentiable; `group` is the ranks to sum its gradient over."""
+        # Past `Module.__getattr__`, as most linears have none; a parametrized bias is an attribute only.
+        bias = self._parameters["bias"] if "bias" in self._parameters else self.bias  # noqa: SIM401
+        return None if bias is None else local_view(bias, group)
 
 
 class ColumnParallelLinear(ParallelLinear):
@@ -59,20 +67,17 @@ class ColumnParallelLinear(ParallelLinear):
 
     gather_output: bool = False
 
-    def _local_bias(self) -> Tensor | None:
-        return None if self.bias is None else local_view(self.bias, self.copies_group)
-
     def forward(self, x: Tensor) -> Tensor:
         if self.region is None:
             # Input replicated on all ranks; its gradient is partial on each, hence all-reduced.
             x = copy_to_ranks(x, self.group)
-            y = self.matmul(x, self._local_bias())
+            y = self.matmul(x, self.local_bias(self.copies_group))
         else:
             # The region has copied or gathered the input once for all column-parallel linears of the block. `saving`
             # makes this linear save the shard of a gathered input for backward.
             x, saving = self.region.column_input(x)
             with saving:
-                y = self.matmul(x, self._local_bias())
+                y = self.matmul(x, self.local_bias(self.copies_group))
         if self.gather_output:
             # [..., out_features / tp] -> [..., out_features]
             return gather_from_ranks(y, -1, self.out_features, self.group)
@@ -106,5 +111,5 @@ class RowParallelLinear(ParallelLinear):
             # All-reduce, or with a sharded sequence reduce-scatter to [batch, sequence / tp, out_features].
             y = self.region.leave(y)
         # With a sharded sequence the replicated bias meets local tokens only: its gradient is summed over tp.
-        bias = local_view(self.bias, self.group if self.sum_bias_gradient else None)
+        bias = self.local_bias(self.group if self.sum_bias_gradient else None)
         return y if bias is None else y + bias

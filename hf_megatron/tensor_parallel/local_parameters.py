@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from ..compat.graph_leaves import read_local
 from ..compat.shared import Shared
-from ..compat.torch_autograd import in_backward
+from ..compat.torch_autograd import in_backward, run_function
 from ..compat.transformers_models import get_recorder_attributes
 from ..core.communication.collectives import copy_to_ranks
 from ..core.communication.mean_grad_ops import scale_gradient
@@ -44,7 +44,9 @@ def weight_in_use(module: Any, group: dist.ProcessGroup | None = None) -> Tensor
     Args:
         group (`ProcessGroup`, *optional*): ranks to sum the gradient of the linear's own weight over.
     """
-    weight = local_view(module.weight, group)
+    # Past `Module.__getattr__`; a parametrized weight (torch.nn.utils.parametrize) is an attribute only.
+    parameter = module._parameters.get("weight")
+    weight = local_view(module.weight if parameter is None else parameter, group)
     assert weight is not None
     update = getattr(module, "weight_update", None)
     return weight if update is None else update(module.weight, weight)
@@ -66,7 +68,8 @@ class ActiveForwards(Shared):
     """Tracks whether a model is computing, as opposed to its parameters being read from outside."""
 
     def __init__(self) -> None:
-        self._of_model: set[int] = set()
+        # Identities of the models that are computing.
+        self.models: set[int] = set()
         self._of_modules = 0
         # Description of the user's hook that is running.
         self.in_hook: str | None = None
@@ -86,14 +89,14 @@ class ActiveForwards(Shared):
             module.__class__ = _tracked_class(type(module))  # type: ignore[arg-type, assignment]
 
     def _enter(self, model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-        self._of_model.add(id(model))
+        self.models.add(id(model))
 
     def _leave(self, model: nn.Module, args: tuple, output: Any) -> None:
-        self._of_model.discard(id(model))
+        self.models.discard(id(model))
 
     def __bool__(self) -> bool:
         # Checkpointed layers are recomputed in backward.
-        return bool(self._of_modules or self._of_model or in_backward())
+        return bool(self._of_modules or self.models or in_backward())
 
     def require_full(self, module: nn.Module, name: str | None) -> None:
         """Raises `UnsupportedError` if a module with sharded inputs or outputs (`name` is set) is called outside."""
@@ -107,6 +110,9 @@ class ActiveForwards(Shared):
 
     def run(self, forward: Callable[..., Any], module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
         """Calls a module's forward as an active one; without a context manager, which costs six Python calls."""
+        # Inside the model's own forward there is nothing to count.
+        if self.models:
+            return forward(module, *args, **kwargs)
         self._of_modules += 1
         try:
             return forward(module, *args, **kwargs)
@@ -175,17 +181,20 @@ def _reading(name: str) -> Callable[[LocalParameters], Tensor | None]:
         if is_sharded(parameter):
             # FSDP2 reads the parameter itself between forwards.
             return parameter
-        if not (torch.compiler.is_dynamo_compiling() or module.forwards):
+        forwards = module.forwards
+        # `models` first: the answer in nearly every read, without a call.
+        if not (torch.compiler.is_dynamo_compiling() or forwards.models or forwards):
             return parameter
-        if module.forwards.in_hook is not None and (name in module.summed or is_split_parameter(parameter)):
+        if forwards.in_hook is not None and (name in module.summed or is_split_parameter(parameter)):
             raise UnsupportedError(
-                f"{module.forwards.in_hook} reads {name} of a {type(module).__name__}: during the forward it is this "
+                f"{forwards.in_hook} reads {name} of a {type(module).__name__}: during the forward it is this "
                 "rank's shard, or its gradient is summed over ranks. Read it before the forward, or use tp_size=1."
             )
         # Local shard, any shape; a replicated parameter used on sharded activations gets its gradient all-reduced.
         value = local_view(parameter, module.mesh.tp_group if name in module.summed else None)
-        value = _ShareOfSum.apply(value, module.mesh.tp_size) if name in module.addends else value
-        value = None if value is None else scale_gradient(value, module.gradient_factor)
+        value = run_function(_ShareOfSum, value, module.mesh.tp_size) if name in module.addends else value
+        if value is not None and module.gradient_factor != 1:
+            value = scale_gradient(value, module.gradient_factor)
         return value if value is None or name not in module.changed else module.changed[name](value)
 
     return read

@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from ...compat.torch_autograd import run_function
 from ...compat.torch_distributed import all_gather_flat, all_reduce_, all_to_all_flat, reduce_scatter_flat
 from ...errors import UnsupportedError
 
@@ -172,17 +173,17 @@ def copy_to_ranks(tensor: Tensor, group: dist.ProcessGroup, *, is_addend: bool =
     Set `is_addend=True` if the result may be an operand of an addition: autograd then passes the same gradient tensor
     to both operands, so it must not be reduced in place.
     """
-    return _Copy.apply(tensor, group, is_addend) if tensor.requires_grad and torch.is_grad_enabled() else tensor
+    return run_function(_Copy, tensor, group, is_addend) if tensor.requires_grad and torch.is_grad_enabled() else tensor
 
 
 def reduce_from_ranks(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
     """All-reduces a tensor of any shape, in place if it is contiguous; its gradient is passed through."""
-    return _Reduce.apply(tensor, group)
+    return run_function(_Reduce, tensor, group)
 
 
 def split_over_ranks(tensor: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
     """Returns this rank's shard of `dim` of a replicated tensor `[..., size, ...]`; its gradient is all-gathered."""
-    return _Split.apply(tensor, dim, group)
+    return run_function(_Split, tensor, dim, group)
 
 
 def gather_from_ranks(
@@ -193,9 +194,9 @@ def gather_from_ranks(
     Use `sum_gradient=True` if the following computation differs between ranks, so that each holds one term of the
     gradient; `False` if it is replicated and every rank holds the full gradient.
     """
-    return _Gather.apply(tensor, dim, size, group, sum_gradient)
+    return run_function(_Gather, tensor, dim, size, group, sum_gradient)
 
 
 def reduce_scatter_to_ranks(tensor: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
     """Reduce-scatters `[..., size, ...]` into this rank's shard of `dim`; its gradient is all-gathered."""
-    return _ReduceScatter.apply(tensor, dim, group)
+    return run_function(_ReduceScatter, tensor, dim, group)

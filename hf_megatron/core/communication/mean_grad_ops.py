@@ -12,6 +12,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from ...compat.torch_autograd import run_function
+
 
 class _Mean(torch.autograd.Function):
     """Mean over all ranks' terms from each rank's scalars `(sum, terms)`; identical on every rank."""
@@ -64,7 +66,7 @@ class _Scaled(torch.autograd.Function):
 
 def scale_gradient(tensor: Tensor, factor: float) -> Tensor:
     """Returns a tensor of any shape whose gradient is scaled by `factor`."""
-    return tensor if factor == 1 else _Scaled.apply(tensor, factor)
+    return tensor if factor == 1 else run_function(_Scaled, tensor, factor)
 
 
 def _added_up(gradient: Tensor, group: dist.ProcessGroup) -> Tensor:

@@ -105,6 +105,12 @@ class TensorParallelRng(Shared):
         # active stream is recognized by its seed: a recomputation may start on either stream, and may end with an
         # exception.
         self._made_of: dict[int, tuple[Tensor, bytes]] = {}
+        # Whether the shared stream stays active everywhere, as nothing draws (`RngObserver`).
+        self.is_idle = False
+
+    def get_signature(self) -> bytes:
+        """Returns bytes that differ between two states of the default generator."""
+        return _distinction(self._generator.get_state())
 
     def _is_own(self) -> bool:
         """Returns whether the default generator holds this rank's local stream."""
@@ -112,7 +118,7 @@ class TensorParallelRng(Shared):
 
     def use_local_rng(self) -> None:
         """Switches to the local stream: the following code computes this rank's shard."""
-        if torch.compiler.is_dynamo_compiling() or self._is_own():
+        if torch.compiler.is_dynamo_compiling() or self.is_idle or self._is_own():
             return
         replicated = self._generator.get_state()
         # The seed depends only on shared state and rank, so a recomputation from this state replays the local stream.
@@ -126,7 +132,7 @@ class TensorParallelRng(Shared):
 
     def use_shared_rng(self) -> None:
         """Switches to the shared stream: the following code computes the same values on all ranks."""
-        if torch.compiler.is_dynamo_compiling() or not self._is_own():
+        if torch.compiler.is_dynamo_compiling() or self.is_idle or not self._is_own():
             return
         seed = self._generator.initial_seed()
         known = self._made_of.get(seed)

@@ -1,0 +1,96 @@
+"""Switching of RNG streams, left out in forwards that draw no random numbers."""
+
+import operator
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.dropout import _DropoutNd
+
+from ..compat.shared import Shared
+from ..core.communication.rng import TensorParallelRng
+from ..core.forward_hooks import ForwardHooks
+from ..errors import UnsupportedError
+
+# Forwards without a draw after which the streams are not switched.
+_OBSERVED = 2
+
+
+class DropoutSettings:
+    """Values of a model that decide whether its forward draws: dropout rates, training modes, and its modules."""
+
+    def __init__(self, model: nn.Module):
+        modules = list(model.modules())
+        # References are kept so that no other object gets the same identity.
+        self._tables = [module._modules for module in modules]
+        self._children = self._current_children()
+        owners = [(vars(module), _dropout_names(module)) for module in modules]
+        configs = {id(config): config for module in modules if (config := vars(module).get("config")) is not None}
+        owners += [(vars(config), _dropout_names(config)) for config in configs.values()]
+        self._watched = [(values, name) for values, names in owners for name in names]
+        self._values = self._current_values()
+
+    def has_changed(self) -> bool:
+        """Returns whether a setting has changed, or a module was added or replaced."""
+        children = self._current_children()
+        is_same = len(children) == len(self._children) and all(map(operator.is_, children, self._children))
+        return not is_same or self._current_values() != self._values
+
+    def _current_children(self) -> list[nn.Module | None]:
+        return list(chain.from_iterable(map(dict.values, self._tables)))
+
+    def _current_values(self) -> list[Any]:
+        return [values.get(name) for values, name in self._watched]
+
+
+def _dropout_names(owner: Any) -> list[str]:
+    """Returns the attributes of a module or config that may turn draws on."""
+    names = [name for name, value in vars(owner).items() if "drop" in name and isinstance(value, int | float)]
+    names += ["p"] if isinstance(owner, _DropoutNd) else []
+    return [*names, "training"] if names else []
+
+
+class RngObserver(Shared):
+    """Leaves out the switching of a model's RNG streams while its forwards draw nothing.
+
+    Most models train without dropout, where reading and seeding the generator around each block would cost more than
+    the block's collectives. Forwards are compared by the state of the generator before and after. A pipeline's forward
+    restores the state after each microbatch, so it is not observed.
+    """
+
+    def __init__(self, rng: TensorParallelRng):
+        self.rng = rng
+        self._settings: DropoutSettings | None = None
+        self._without_draws = 0
+        self._start: bytes | None = None
+
+    def install(self, hooks: ForwardHooks) -> None:
+        """Registers the comparison around the model's forward, after the ranks have agreed on a state."""
+        hooks.add("rng", self._enter, self._leave, always_exit=True)
+
+    def _enter(self, model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        self._start = None
+        if not model.training or torch.compiler.is_compiling():
+            return
+        if self._settings is None or self._settings.has_changed():
+            self._settings, self._without_draws = DropoutSettings(model), 0
+        self._start = self.rng.get_signature()
+        self.rng.is_idle = self._without_draws >= _OBSERVED
+
+    def _leave(self, model: nn.Module, args: tuple, output: Any) -> None:
+        # Recomputation in backward, and layers that are called alone, switch the streams.
+        was_idle, self.rng.is_idle = self.rng.is_idle, False
+        start, self._start = self._start, None
+        if start is None or output is None:
+            return
+        if self.rng.get_signature() == start:
+            self._without_draws += 1
+            return
+        self._without_draws = 0
+        if was_idle:
+            raise UnsupportedError(
+                f"A forward of {type(model).__name__} drew random numbers without a dropout setting of a module or its "
+                "config, after forwards that drew none. Call the model again: from now on each tensor-parallel rank "
+                "draws its own."
+            )
