@@ -107,6 +107,15 @@ def find_leaf(parameter: Any) -> Tensor | None:
     return None if reference is None else reference.value
 
 
+def release_leaf(parameter: Any) -> None:
+    """Drops a parameter's leaf, which refers to it weakly: `torch.utils.swap_tensors` rejects that.
+
+    A graph that holds the leaf keeps the reference, so that the swap still raises.
+    """
+    if isinstance(parameter, DTensor):
+        parameter.__dict__.pop(_LEAF, None)
+
+
 def with_leaves(parameters: Iterable[Tensor]) -> list[Tensor]:
     """Returns parameters, of any shape, and the leaves that stand for them in graphs."""
     listed = list(parameters)

@@ -131,6 +131,11 @@ def watch_retained_gradients() -> RetainedGradients:
 
 def swap_tensors(original: Callable, t1: Any, t2: Any) -> None:
     """Swaps two tensors, as casts of sharded weights do, and restores their autograd hooks."""
+    if RUNTIME.models:
+        from ...compat.graph_leaves import release_leaf
+
+        release_leaf(t1)
+        release_leaf(t2)
     original(t1, t2)
     if RUNTIME.models:
         from ...compat.torch_autograd import restore_hooks
