@@ -82,6 +82,7 @@ def _on_accumulated(owner: "weakref.ref[DTensor]", leaf: Tensor) -> None:
 
 
 def _add_gradient(parameter: DTensor, gradient: Tensor) -> None:
+    wrapped: Tensor
     if gradient.requires_grad:
         wrapped = dtensor_from_local(gradient, parameter)
     else:
@@ -116,7 +117,7 @@ def release_leaf(parameter: Any) -> None:
         parameter.__dict__.pop(_LEAF, None)
 
 
-def with_leaves(parameters: Iterable[Tensor]) -> list[Tensor]:
+def with_leaves(parameters: Iterable[Any]) -> list[Any]:
     """Returns parameters, of any shape, and the leaves that stand for them in graphs."""
     listed = list(parameters)
     # No call per parameter: backwards of plain models ask this for all parallelized models beside them.
