@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..compat.graph_leaves import find_owner
+from ..compat.graph_leaves import find_owner, with_leaves
 from ..compat.torch_autograd import accumulator, backward_node, is_asked_for, runs_all
 from ..errors import UnsupportedError
 
@@ -233,7 +233,8 @@ def reject_partial_backward(parameters: Iterable[nn.Parameter], node: Any, *, ar
         are_sharded (`bool`): whether FSDP2 shards the parameters: the graph does not lead to them then, so the
             gradients that were asked for are not known.
     """
-    if are_sharded or any(is_asked_for(parameter) for parameter in parameters if parameter.requires_grad):
+    trained = with_leaves(parameter for parameter in parameters if parameter.requires_grad)
+    if are_sharded or any(map(is_asked_for, trained)):
         raise UnsupportedError(
             "torch.autograd.grad with respect to parameters of a data parallel model is not supported: its gradients "
             "would cover the samples of this rank only. Call loss.backward() and read `parameter.grad`."
