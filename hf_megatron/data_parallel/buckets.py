@@ -46,38 +46,37 @@ class Slot:
     width: int
     entries: int
 
-    def scatter_into(self, rows: Tensor, local: Tensor, *, factor: float, add: bool) -> None:
-        """Writes (or adds) `factor * local`, of any shape, into its columns of `rows` `[ranks, width]`.
+    def scatter_into(self, columns: Tensor, local: Tensor, *, factor: float, add: bool) -> None:
+        """Writes (or adds) `factor * local`, of any shape, into its columns `[ranks, width]` of the buffer.
 
         The padding after the last entry is not written.
         """
-        for columns, part in self._pairs(rows, local.reshape(-1)):
+        if self.entries == columns.numel():
+            # Without padding, the usual case; one view less, and no call.
+            pairs = [(columns, local.reshape(-1, self.width))] if self.entries else []
+        else:
+            pairs = self.match(columns, local.reshape(-1))
+        for written, part in pairs:
             if add:
-                columns.add_(part, alpha=factor)
+                written.add_(part, alpha=factor)
             elif factor == 1:
-                columns.copy_(part)
-            elif part.dtype == columns.dtype:
-                torch.mul(part, factor, out=columns)
+                written.copy_(part)
+            elif part.dtype == written.dtype:
+                torch.mul(part, factor, out=written)
             else:
                 # The product is computed in fp32: a half-precision one would be rounded before the cast.
-                torch.mul(part, _make_factor(factor, columns.device), out=columns)
+                torch.mul(part, _make_factor(factor, written.device), out=written)
 
-    def collect_from(self, rows: Tensor, local: Tensor) -> None:
-        """Writes the slot's columns of `rows` `[ranks, width]` into a contiguous local tensor of any shape."""
-        for columns, part in self._pairs(rows, local.view(-1)):
-            part.copy_(columns)
-
-    def _pairs(self, rows: Tensor, flat: Tensor) -> list[tuple[Tensor, Tensor]]:
-        # Pairs of views of equal shapes: columns of `rows` `[ranks, width]`, and the matching entries of `flat`.
+    def match(self, columns: Tensor, flat: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """Returns pairs of views of equal shapes: of its columns `[ranks, width]`, and of the entries `[entries]`."""
         full_rows = self.entries // self.width if self.width else 0
         pairs = []
         if full_rows:
-            columns = rows[:full_rows, self.start : self.start + self.width]
-            pairs.append((columns, flat[: full_rows * self.width].view(full_rows, self.width)))
+            pairs.append((columns[:full_rows], flat[: full_rows * self.width].view(full_rows, self.width)))
         rest = self.entries - full_rows * self.width
         if rest:
             # The last row with entries is not full.
-            pairs.append((rows[full_rows, self.start : self.start + rest], flat[full_rows * self.width :]))
+            pairs.append((columns[full_rows, :rest], flat[full_rows * self.width :]))
         return pairs
 
     def own_columns(self, row: Tensor, ranks: int, rank: int) -> Tensor:
@@ -121,6 +120,7 @@ class Bucket:
     Attributes:
         rows (`Tensor`, *optional*): `[ranks, width + parameters]`, this rank's gradients, not reduced yet.
         shard (`Tensor`, *optional*): `[width]`, the reduced gradients of the entries that this rank owns.
+        columns: the columns `[ranks, width]` of each slot in `rows`, and the flags'; `None` until they are needed.
         recv_buffer (`Tensor`, *optional*): `[ranks - 1, width + parameters]`, receives the other ranks' segments in
             point-to-point reductions (gloo).
         flags (`Tensor`, *optional*): `[parameters]`, number of ranks with a gradient of each, until it is read.
@@ -134,7 +134,14 @@ class Bucket:
         self.slots, self.sharing, self.dtype, self.device = slots, sharing, dtype, device
         self.ranks = sharing.shard_size
         self.width = slots[-1].start + slots[-1].width
+        # The identities of the parameters, in the order of the slots.
+        self.keys = [id(slot.parameter) for slot in slots]
+        # The reduction sums, so each rank scales by 1 / ranks to get the average.
+        self.factor = 1 / sharing.divisor
+        self._widths = [slot.width for slot in slots]
+        self._owned = [_length(owned_range(slot.entries, self.ranks, sharing.shard_rank)) for slot in slots]
         self.rows: Tensor | None = None
+        self.columns: tuple[Tensor, ...] | None = None
         self.shard: Tensor | None = None
         self.written: set[int] = set()
         self.arrived: set[int] = set()
@@ -151,7 +158,7 @@ class Bucket:
             assert self.shard is not None
             if self.ranks == 1:
                 # The only row is the shard: leave it there, and allocate a new buffer below.
-                self.rows = None
+                self.free_buffer()
             else:
                 # New gradients will overwrite this rank's row: move the shard out.
                 self.shard = self.shard.clone()
@@ -159,6 +166,26 @@ class Bucket:
         if self.rows is None:
             self.rows = self._make_rows(self.ranks)
         return self.rows
+
+    def open_columns(self) -> tuple[Tensor, ...]:
+        """Returns the columns `[ranks, width]` of each slot in the open buffer."""
+        if self.in_rows or self.columns is None:
+            # Views that stay with the buffer: backwards write to them once per parameter.
+            with torch.no_grad():
+                self.columns = self.open_buffer().split_with_sizes([*self._widths, len(self.slots)], 1)
+        return self.columns
+
+    def free_buffer(self) -> None:
+        """Releases the buffer."""
+        self.rows = self.columns = None
+
+    def list_owned(self, row: Tensor) -> list[Tensor]:
+        """Returns this rank's entries `[entries]` of each slot in its row `[width]` or longer."""
+        parts = row[: self.width].split_with_sizes(self._widths)
+        if self._owned == self._widths:
+            return list(parts)
+        # The last ranks have padding.
+        return [part[:length] for part, length in zip(parts, self._owned, strict=True)]
 
     def _make_rows(self, rows: int) -> Tensor:
         return torch.empty((rows, self.width + len(self.slots)), dtype=self.dtype, device=self.device)
@@ -218,7 +245,8 @@ class Bucket:
             self.shard = gradient if keep or is_alone else gradient.clone()
             self.in_rows = keep and self.rows is not None and share_memory(gradient, self.rows)
         if not keep:
-            self.rows = self.recv_buffer = None
+            self.recv_buffer = None
+            self.free_buffer()
         self.written.clear()
         self.arrived.clear()
 
@@ -238,6 +266,7 @@ class Bucket:
     def exchange(self, other: GradBuffer) -> GradBuffer:
         """Replaces the accumulated gradients and returns the previous ones; no reduction may be in flight."""
         before = GradBuffer(self.rows, self.recv_buffer, self.shard, self.in_rows, self.written, self.used)
+        self.free_buffer()
         self.rows, self.recv_buffer, self.shard, self.in_rows, self.written, self.used = (
             other.rows,
             other.recv_buffer,
@@ -297,9 +326,14 @@ class Bucket:
         """Discards all gradients; with `keep` their buffers stay allocated for the next backward."""
         self.shard, self.in_rows = None, False
         if not keep:
-            self.rows = self.recv_buffer = None
+            self.recv_buffer = None
+            self.free_buffer()
         for indices in (self.written, self.arrived, self.used):
             indices.clear()
+
+
+def _length(ends: tuple[int, int]) -> int:
+    return ends[1] - ends[0]
 
 
 def _add_times(total: Tensor, added: Tensor, factor: float | Tensor) -> None:

@@ -1,8 +1,11 @@
 """`.grad` of parameters whose gradients are in buckets: what it shows, and what a training loop does to it."""
 
+import operator
 import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from itertools import repeat
+from sys import getrefcount
 from typing import Protocol
 
 import torch
@@ -13,7 +16,7 @@ from ..compat.torch_autograd import run_after_backward
 from ..compat.torch_dtensor import local_tensor
 from ..errors import UnsupportedError
 from .buckets import Bucket, owned_range
-from .sharded_grad import ShardedGrad, grad_proxy, is_held
+from .sharded_grad import ALONE, ShardedGrad, grad_proxy, is_held
 
 
 class BucketHolder(Protocol):
@@ -125,29 +128,35 @@ class GradAccess(Shared):
         gradient, proxy = parameter.grad, self._proxies[id(parameter)]
         return id(parameter) in self._held or gradient is None or (gradient is proxy and proxy.part is None)
 
-    def take_accumulated(self, parameter: Tensor, bucket: Bucket, index: int) -> Tensor:
+    def take_accumulated(self, parameter: Tensor, bucket: Bucket, index: int) -> Tensor | None:
         """Takes what autograd accumulated, of any shape, out of `.grad`, which shows the proxy afterwards.
 
         Args:
             bucket, index: the bucket of the parameter, and its slot.
+
+        Returns:
+            `None` if `is_held_back`.
         """
-        key = id(parameter)
-        # A gradient that autograd added to the proxy in `.grad`.
-        gradient = self._proxies[key].part
-        if gradient is not None:
-            self._proxies[key].part = None
+        key, proxies = id(parameter), self._proxies
+        # `is_held` without a call, before this function refers to the proxy.
+        is_kept = getrefcount(proxies[key]) > ALONE
+        gradient, proxy = parameter.grad, proxies[key]
+        part = proxy.part
+        if gradient is None or key in self._held or (gradient is proxy and part is None):
+            return None
+        if part is not None:
+            # A gradient that autograd added to the proxy in `.grad`.
+            gradient, proxy.part = part, None
+        elif key in self._detached:
+            # The first gradient of a backward that took the proxies out of `.grad`.
+            self._detached.remove(key)
         else:
-            gradient = parameter.grad
-            assert gradient is not None
-            if key in self._detached:
-                # The first gradient of a backward that took the proxies out of `.grad`.
-                self._detached.remove(key)
-            else:
-                if index in bucket.written or index in bucket.used:
-                    # The loop removed the earlier gradient from `.grad` after the forward began.
-                    bucket.discard_slots({index}, keep=self.reducer.keep_grad_buffer)
-                self._renew(parameter)
-        parameter.grad = self._proxies[key]
+            if index in bucket.written or index in bucket.used:
+                # The loop removed the earlier gradient from `.grad` after the forward began.
+                bucket.discard_slots({index}, keep=self.reducer.keep_grad_buffer)
+            if is_kept:
+                proxy = self._replace_proxy(parameter)
+        parameter.grad = proxy
         return gradient
 
     @contextmanager
@@ -174,6 +183,8 @@ class GradAccess(Shared):
     def sync_user_edits(self) -> None:
         """Discards gradients that were removed from `.grad`, and takes in those that were put there."""
         for bucket in self.reducer.buckets:
+            if self._is_unedited(bucket):
+                continue
             for index, slot in enumerate(bucket.slots):
                 gradient = slot.parameter.grad
                 if gradient is None:
@@ -192,6 +203,16 @@ class GradAccess(Shared):
                     self._renew(slot.parameter)
                     self._replace(id(slot.parameter), unsharded)
 
+    def _is_unedited(self, bucket: Bucket) -> bool:
+        """Returns whether a bucket is in one of the usual states, found without a loop: `.grad` shows all, or none."""
+        gradients = [slot.parameter.grad for slot in bucket.slots]
+        if not (bucket.written or bucket.used):
+            return not self._assigned and all(map(operator.is_, gradients, repeat(None)))
+        # `Module.to` may swap a proxy for another tensor.
+        return all(map(operator.is_, gradients, map(self._proxies.__getitem__, bucket.keys))) and all(
+            issubclass(kind, ShardedGrad) for kind in set(map(type, gradients))
+        )
+
     def find_held_buffer(self) -> nn.Parameter | None:
         """Returns a parameter whose assigned gradient the loop still holds; a backward would not add to that tensor."""
         return next((parameter for parameter, memory in self._assigned.values() if memory() is not None), None)
@@ -200,11 +221,15 @@ class GradAccess(Shared):
         """Replaces a parameter's proxy if something still refers to it; the old one raises when it is used."""
         # `is_held` counts references: it comes before this function has one.
         is_kept = is_held(self._proxies, id(parameter))
+        if is_kept or not isinstance(self._proxies[id(parameter)], ShardedGrad):
+            self._replace_proxy(parameter)
+
+    def _replace_proxy(self, parameter: Tensor) -> ShardedGrad:
         present = self._proxies[id(parameter)]
-        if is_kept or not isinstance(present, ShardedGrad):
-            if isinstance(present, ShardedGrad):
-                present.is_gone = True
-            self._proxies[id(parameter)] = grad_proxy(parameter, self)
+        if isinstance(present, ShardedGrad):
+            present.is_gone = True
+        self._proxies[id(parameter)] = grad_proxy(parameter, self)
+        return self._proxies[id(parameter)]
 
     def _replace(self, key: int, gradient: Tensor) -> None:
         bucket, index = self.reducer.slot(key)

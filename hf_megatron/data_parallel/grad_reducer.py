@@ -26,7 +26,7 @@ from ..compat.torch_dtensor import dtensor_from_local, local_tensor
 from ..core.communication.bucket_collectives import ReduceScatter, gather_rows, is_pairwise, sum_over
 from ..errors import UnsupportedError
 from .bucket_assignment import make_buckets
-from .buckets import Bucket, GradBuffer, Slot
+from .buckets import Bucket, GradBuffer
 from .grad_access import GradAccess
 from .grad_sync_groups import GradSyncGroup
 
@@ -36,8 +36,8 @@ _MIB = 2**20
 _MAX_IN_FLIGHT = 2
 # Attribute of parameters that carry a hook of the reducer.
 _HOOKED = "_hf_megatron_hooked"
-# Index of a bucket, and of a slot in it.
-Place = tuple[int, int]
+# A bucket, its index, and the index of a slot in it.
+Place = tuple[Bucket, int, int]
 
 
 class GradientReducer(Shared):
@@ -75,7 +75,8 @@ class GradientReducer(Shared):
         self.access = GradAccess(self)
         self.buckets: list[Bucket] = []
         self.parameters: list[nn.Parameter] = []
-        self._places: dict[int, Place] = {}
+        # Identity of a parameter -> where its gradient is accumulated.
+        self.places: dict[int, Place] = {}
         self._kinds: list[tuple[torch.dtype, bool]] = []
         self._hooks: list[Any] = []
         # Reductions in flight, in the order of buckets, and the index of the bucket to start next.
@@ -104,10 +105,10 @@ class GradientReducer(Shared):
             None if self.bucket_size is None else self.bucket_size * _MIB,
             torch.float32 if self.main_gradients else None,
         )
-        self._places = {
-            id(slot.parameter): (bucket_idx, slot_idx)
+        self.places = {
+            key: (bucket, bucket_idx, slot_idx)
             for bucket_idx, bucket in enumerate(self.buckets)
-            for slot_idx, slot in enumerate(bucket.slots)
+            for slot_idx, key in enumerate(bucket.keys)
         }
         self.access.make_proxies(self.parameters)
         # Autograd keeps these hooks where the garbage collector does not look, so they hold the reducer weakly.
@@ -119,12 +120,12 @@ class GradientReducer(Shared):
             for parameter in self.parameters
             if parameter.requires_grad
         ]
-        self._kinds = [_kind(parameter) for parameter in self.parameters]
+        self._kinds = _kinds(self.parameters)
 
     def refresh(self, parameters: Iterable[nn.Parameter]) -> None:
         """Rebuilds the buckets if parameters were frozen, unfrozen, replaced or moved; gradients are kept."""
         wanted = [parameter for parameter in parameters if parameter.requires_grad or parameter.grad is not None]
-        if _same(wanted, self.parameters) and self._kinds == [_kind(parameter) for parameter in wanted]:
+        if _same(wanted, self.parameters) and self._kinds == _kinds(wanted):
             return
         self.finish()
         # This rank's shards, `[entries]` each: the range that it owns of a parameter is the same in the new buckets.
@@ -141,12 +142,12 @@ class GradientReducer(Shared):
 
     def owns(self, parameter: Tensor) -> bool:
         """Returns whether gradients of this parameter, of any shape, are reduced here."""
-        return id(parameter) in self._places
+        return id(parameter) in self.places
 
     def slot(self, key: int) -> tuple[Bucket, int]:
         """Returns the bucket of the parameter with identity `key`, and the index of its slot."""
-        bucket_idx, slot_idx = self._places[key]
-        return self.buckets[bucket_idx], slot_idx
+        bucket, _, slot_idx = self.places[key]
+        return bucket, slot_idx
 
     # Forward and backward
 
@@ -183,29 +184,37 @@ class GradientReducer(Shared):
 
     def accumulate(self, parameter: Tensor) -> None:
         """Copies a parameter's gradient, which autograd has accumulated, into its bucket."""
-        # Under a pipeline, gradients are added by `flush()`; this hook then has none to take in.
-        if self.access.is_held_back(parameter):
-            return
-        bucket_idx, slot_idx = self._places[id(parameter)]
-        bucket = self.buckets[bucket_idx]
-        if self._pending and (slot_idx in bucket.arrived or bucket_idx < self._next):
+        # Runs once per parameter in each backward: it makes few Python calls.
+        access = self.access
+        bucket, bucket_idx, slot_idx = self.places[id(parameter)]
+        if (
+            self._pending
+            and (slot_idx in bucket.arrived or bucket_idx < self._next)
+            and not access.is_held_back(parameter)
+        ):
             # A second backward without a forward in between: this bucket's reduction has started already.
-            if self.access.in_schedule:
+            if access.in_schedule:
                 # Data-parallel ranks may have different numbers of microbatches with a gradient: one would wait.
                 raise UnsupportedError(
                     f"{self.name_of(parameter)} received another gradient after it was reduced, in a pipeline's "
                     "schedule. Modules that a stage calls twice need gradient checkpointing with use_reentrant=False."
                 )
             self.finish()
-        gradient = self.access.take_accumulated(parameter, bucket, slot_idx)
+        gradient = access.take_accumulated(parameter, bucket, slot_idx)
+        # Under a pipeline, gradients are added by `flush()`; this hook then has none to take in.
+        if gradient is None:
+            return
         if gradient.requires_grad:
             raise UnsupportedError(
                 f"backward(create_graph=True) is not supported with dp_size > 1 or fp32 main params: the gradient of "
                 f"{self.name_of(parameter)} is reduced without its graph."
             )
-        # The reduction sums, so each rank scales by 1 / ranks to get the average.
-        factor, add = 1 / bucket.sharing.divisor, slot_idx in bucket.written
-        bucket.slots[slot_idx].scatter_into(bucket.open_buffer(), local_tensor(gradient), factor=factor, add=add)
+        columns = bucket.columns
+        if columns is None or bucket.in_rows:
+            columns = bucket.open_columns()
+        local = gradient if type(gradient) is Tensor else local_tensor(gradient)
+        add = slot_idx in bucket.written
+        bucket.slots[slot_idx].scatter_into(columns[slot_idx], local, factor=bucket.factor, add=add)
         bucket.written.add(slot_idx)
         if not self.synchronize:
             return
@@ -238,10 +247,13 @@ class GradientReducer(Shared):
             pairwise = is_pairwise(sharing.shard_group)
             recv_buffer = bucket.take_recv_buffer() if pairwise else bucket.own_segment(keep=self.keep_grad_buffer)
             work: Callable[[], Tensor] = ReduceScatter(rows, recv_buffer, sharing.shard_group).wait
-        else:
+        elif sharing.replicate_size > 1:
             # One shard: the buffer has one row, which is all-reduced over the replicas in place.
             reduction = dist.all_reduce(rows, group=sharing.replicate_group, async_op=True)
             work = partial(_wait_for, reduction, rows)
+        else:
+            # One rank, which accumulates gradients in fp32.
+            work = partial(rows.__getitem__, 0)
         self._started.append((bucket, work))
         self._next += 1
         if not self.keep_grad_buffer and len(self._started) > _MAX_IN_FLIGHT:
@@ -324,12 +336,23 @@ class GradientReducer(Shared):
 
     def gradient(self, parameter: Tensor) -> Tensor | None:
         """Returns this rank's shard `[entries]` of a parameter's reduced gradient; call `finish()` first."""
-        # Without a call of `slot`: optimizers ask for every parameter.
-        bucket_idx, slot_idx = self._places[id(parameter)]
-        bucket = self.buckets[bucket_idx]
+        bucket, slot_idx = self.slot(id(parameter))
         if bucket.shard is None or slot_idx not in bucket.used:
             return None
         return bucket.slots[slot_idx].own_columns(bucket.shard, bucket.sharing.shard_size, bucket.sharing.shard_rank)
+
+    def list_gradients(self) -> dict[int, Tensor]:
+        """Returns what `gradient` returns by identity of each parameter with a gradient; call `finish()` first."""
+        gradients: dict[int, Tensor] = {}
+        for bucket in self.buckets:
+            if bucket.shard is None:
+                continue
+            owned = zip(bucket.keys, bucket.list_owned(bucket.shard), strict=True)
+            if len(bucket.used) == len(bucket.slots):
+                gradients.update(owned)
+            else:
+                gradients.update(pair for index, pair in enumerate(owned) if index in bucket.used)
+        return gradients
 
     def full_gradient(self, parameter: nn.Parameter) -> Tensor | None:
         """Returns the reduced gradient in its parameter's shape, on every rank; collective."""
@@ -341,7 +364,8 @@ class GradientReducer(Shared):
         columns = bucket.shard[slot.start : slot.start + slot.width].contiguous()
         rows = gather_rows(columns, bucket.sharing.shard_group)
         local = torch.empty(local_tensor(parameter).shape, dtype=bucket.dtype, device=bucket.device)
-        Slot(parameter, 0, slot.width, slot.entries).collect_from(rows, local)
+        for received, part in slot.match(rows, local.view(-1)):
+            part.copy_(received)
         return dtensor_from_local(local, parameter) if isinstance(parameter, DTensor) else local
 
     def discard(self, parameters: Iterable[nn.Parameter] | None = None) -> None:
@@ -355,8 +379,8 @@ class GradientReducer(Shared):
             parameters = list(parameters)
             slots: dict[int, set[int]] = {}
             for parameter in parameters:
-                if self.owns(parameter):
-                    bucket_idx, slot_idx = self._places[id(parameter)]
+                if (place := self.places.get(id(parameter))) is not None:
+                    _, bucket_idx, slot_idx = place
                     slots.setdefault(bucket_idx, set()).add(slot_idx)
             for bucket_idx, indices in slots.items():
                 self.buckets[bucket_idx].discard_slots(indices, keep=self.keep_grad_buffer)
@@ -424,9 +448,9 @@ class GradientReducer(Shared):
             self.collect(parameters)
 
 
-def _kind(parameter: Tensor) -> tuple[torch.dtype, bool]:
-    """Returns what changes when a parameter is cast or moved; `Module.to` may swap its tensor and lose the mark."""
-    return parameter.dtype, _HOOKED in vars(parameter)
+def _kinds(parameters: Iterable[Tensor]) -> list[tuple[torch.dtype, bool]]:
+    """Returns what changes when parameters are cast or moved; `Module.to` may swap their tensors and lose the mark."""
+    return [(parameter.dtype, _HOOKED in vars(parameter)) for parameter in parameters]
 
 
 def _same(parameters: list[nn.Parameter], others: list[nn.Parameter]) -> bool:

@@ -2,6 +2,7 @@
 
 import operator
 from collections.abc import Iterable
+from itertools import chain
 from typing import Any
 
 import torch
@@ -50,6 +51,9 @@ class ModelParameters(Shared):
         self._shardings: dict[int, ParameterSharding] = {}
         # The `_parameters` of all modules that have some: reading them finds replaced parameters without a walk.
         self._containers: list[dict[str, nn.Parameter | None]] | None = None
+        # What they held when `current` was last called, and the result, which is never changed in place.
+        self._values: list[nn.Parameter | None] = []
+        self._current: list[nn.Parameter] = []
 
     def for_copy(self, model: nn.Module, state: ParallelState) -> "ModelParameters":
         """Returns the parameters of a deep copy of the model."""
@@ -64,13 +68,19 @@ class ModelParameters(Shared):
         if self._containers is None:
             self.scan()
         assert self._containers is not None
-        values = (value for container in self._containers for value in container.values() if value is not None)
-        # Checked per parameter: a module may have both kinds, such as a head with a tied weight and an off-stage bias.
-        return list({id(value): value for value in values if not is_off_stage(value)}.values())
+        values = list(chain.from_iterable(map(dict.values, self._containers)))
+        if len(values) != len(self._values) or not all(map(operator.is_, values, self._values)):
+            # Checked per parameter: a module may have both kinds, such as a head with a tied weight and an off-stage
+            # bias.
+            self._current = list({id(p): p for p in values if p is not None and not is_off_stage(p)}.values())
+            self._values = values
+        return self._current
 
     def is_marked(self, parameters: list[nn.Parameter]) -> bool:
         """Returns whether these are the parameters that were marked last."""
-        return len(parameters) == len(self.marked) and all(map(operator.is_, parameters, self.marked))
+        return parameters is self.marked or (
+            len(parameters) == len(self.marked) and all(map(operator.is_, parameters, self.marked))
+        )
 
     def mark(self, parameters: list[nn.Parameter], engine: Any) -> None:
         """Sets the engine attribute of all parameters, and looks their shardings up."""

@@ -48,10 +48,11 @@ class ParamAllGather:
         for bucket in self._buckets:
             # [ranks, width + parameters]: this rank fills its own row, and receives the others.
             rows = bucket.open_buffer()
-            for slot in bucket.slots:
-                start, stop = owned_range(slot.entries, ranks, rank)
-                local_columns = slot.own_columns(rows[rank], ranks, rank)
-                local_columns.copy_(local_tensor(slot.parameter).detach().view(-1)[start:stop])
+            owned = [
+                local_tensor(slot.parameter).detach().view(-1)[slice(*owned_range(slot.entries, ranks, rank))]
+                for slot in bucket.slots
+            ]
+            torch._foreach_copy_(bucket.list_owned(rows[rank]), owned)
             started.append((bucket, AllGather(rows, self.sharing.shard_group)))
             if len(started) == _IN_FLIGHT:
                 _receive(*started.pop(0))
@@ -78,8 +79,11 @@ class ParamAllGather:
 
 def _receive(bucket: Bucket, gather: AllGather) -> None:
     gather.wait()
-    rows = bucket.open_buffer()
-    for slot in bucket.slots:
-        slot.collect_from(rows, local_tensor(slot.parameter).detach())
+    pairs = [
+        pair
+        for slot, columns in zip(bucket.slots, bucket.open_columns(), strict=False)
+        for pair in slot.match(columns, local_tensor(slot.parameter).detach().view(-1))
+    ]
+    torch._foreach_copy_([part for _, part in pairs], [columns for columns, _ in pairs])
     # Free the buffer: it would be a second copy of the weights.
-    bucket.rows = None
+    bucket.free_buffer()

@@ -164,10 +164,11 @@ def grad_proxy(parameter: Tensor, owner: GradientOwner) -> ShardedGrad:
 
 def is_held(gradients: dict[int, ShardedGrad], key: int) -> bool:
     """Returns whether anything but this dictionary refers to the proxy of `key`, which is not in `.grad` at present."""
-    return sys.getrefcount(gradients[key]) > _ALONE
+    return sys.getrefcount(gradients[key]) > ALONE
 
 
-_ALONE = next(sys.getrefcount(alone[key]) for alone, key in [({0: object()}, 0)])
+# References to a proxy that only a dictionary holds, counted in an expression.
+ALONE = next(sys.getrefcount(alone[key]) for alone, key in [({0: object()}, 0)])
 
 
 def _with_full(args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
