@@ -14,10 +14,11 @@ import torch
 from torch import Tensor, nn
 
 from ..compat.bitsandbytes_overrides import copy_overrides, has_positional_overrides
+from ..compat.tensor_lists import list_local_tensors
 from ..compat.torch_autograd import step_hook_last
 from ..compat.torch_memory import is_async_device
-from ..core.communication.full_tensor import placed_gradient
-from ..core.off_stage import is_off_stage
+from ..core.communication.full_tensor import list_placed_gradients
+from ..core.off_stage import OffStageTensor, is_off_stage
 from ..errors import ConfigError, UnsupportedError
 from .combined_optimizers import COMBINED, find_parts, list_stepping
 from .engine import DataParallel, get_engine
@@ -25,7 +26,7 @@ from .fsdp import reshard
 from .grad_norm import clip_grad_norm, has_finite_gradients
 from .grad_sync_groups import GradSyncGroup
 from .layer_wise import LayerWiseStep
-from .main_params import HALF, MainParam, follow_parameters, make_main_param
+from .main_params import HALF, MainParam, follow_parameters, list_views, make_main_param
 from .model_parameters import REPLACED, reject_replaced
 from .optimizer_classes import is_elementwise, is_layer_wise, known_elementwise
 from .optimizer_state import StateByParameter, has_stepped, has_tensors
@@ -56,6 +57,10 @@ class ShardedOptimizer:
         self._published: list[MainParam] = []
         # Identity of a parameter or of a main param -> main param.
         self._leaf_of: dict[int, Tensor] = {}
+        # For each group, its parameters when it was last stepped on, and the main params that replaced them.
+        self._entered: list[tuple[list[Tensor], list[Tensor]]] = []
+        # Addresses of the parameters' memory in the last step.
+        self._addresses: list[int] = []
         # The groups' parameters while main params replace them during a step.
         self._listed: list[list[Tensor]] | None = None
         for group in optimizer.param_groups:
@@ -85,6 +90,7 @@ class ShardedOptimizer:
         if self.layer_wise is not None:
             self.layer_wise.add(leaves)
         self.leaves.extend(leaves)
+        self._entered, self._addresses = [], []
         for leaf in leaves:
             self._leaf_of |= {id(tensor): leaf.stepped for tensor in (leaf.parameter, leaf.tensor, leaf.stepped)}
             if leaf.parameter in self.optimizer.state:
@@ -129,14 +135,18 @@ class ShardedOptimizer:
         """
         self._leave()
         listed = [group["params"] for group in self.optimizer.param_groups]
-        local_params = [[parameter for parameter in group if not is_off_stage(parameter)] for group in listed]
-        if untracked := [
-            parameter for group in local_params for parameter in group if id(parameter) not in self._leaf_of
-        ]:
-            raise self._untracked(untracked[0])
+        if not _are_same([parameters for parameters, _ in self._entered], listed):
+            local_params = [[parameter for parameter in group if not is_off_stage(parameter)] for group in listed]
+            if untracked := [
+                parameter for group in local_params for parameter in group if id(parameter) not in self._leaf_of
+            ]:
+                raise self._untracked(untracked[0])
+            self._entered = [
+                (list(parameters), [self._leaf_of[id(parameter)] for parameter in group])
+                for parameters, group in zip(listed, local_params, strict=True)
+            ]
         self._listed = listed
-        for group, parameters in zip(self.optimizer.param_groups, local_params, strict=True):
-            stepped = [self._leaf_of[id(parameter)] for parameter in parameters]
+        for group, (_, stepped) in zip(self.optimizer.param_groups, self._entered, strict=True):
             group["params"] = [tensor for tensor in stepped if id(tensor) not in left_out]
 
     def _leave(self) -> None:
@@ -170,21 +180,33 @@ class ShardedOptimizer:
 
     def collect(self) -> None:
         """Sets `.grad` of every main param to this rank's shard of the reduced gradient; collective."""
+        # No Python call per parameter, as in `local_gradients`.
         reducer = self.engine.reducer
+        others = self.leaves
         if reducer is not None:
             reducer.finalize()
-        for leaf in self.leaves:
-            gradient: Tensor | None
-            if reducer is not None and reducer.owns(leaf.parameter):
-                # Flat `[stop - start]` from the bucket; in the local shape if this rank owns all entries.
-                gradient = reducer.gradient(leaf.parameter)
-                if gradient is not None and not leaf.flat:
-                    gradient = gradient.view(leaf.tensor.shape)
-            else:
-                # Gradients in `.grad` are complete: one data-parallel rank, or reduced by FSDP2.
-                gradient = placed_gradient(leaf.parameter)
-                gradient = None if gradient is None else leaf.own(gradient)
-            leaf.tensor.grad = None if gradient is None else gradient.to(leaf.tensor.device, leaf.tensor.dtype)
+            gradients, places = reducer.list_gradients(), reducer.places
+            others = [leaf for leaf in self.leaves if id(leaf.parameter) not in places]
+            for leaf in self.leaves:
+                if id(leaf.parameter) in places:
+                    # Flat `[stop - start]` from the bucket; in the local shape if this rank owns all entries.
+                    gradient, main = gradients.get(id(leaf.parameter)), leaf.tensor
+                    if gradient is not None and not leaf.flat:
+                        gradient = gradient.view(main.shape)
+                    if gradient is not None and (gradient.dtype != main.dtype or gradient.device != main.device):
+                        gradient = gradient.to(main.device, main.dtype)
+                    main.grad = gradient
+        # Gradients in `.grad` are complete: one data-parallel rank, or reduced by FSDP2.
+        placed = list_placed_gradients([leaf.parameter for leaf in others])
+        for leaf, gradient in zip(others, list_local_tensors(placed), strict=True):
+            main = leaf.tensor
+            if gradient is not None:
+                gradient = gradient.detach()
+                if leaf.flat:
+                    gradient = gradient.view(-1)[leaf.start : leaf.stop]
+                if gradient.dtype != main.dtype or gradient.device != main.device:
+                    gradient = gradient.to(main.device, main.dtype)
+            main.grad = gradient
 
     def parameters(self) -> list[nn.Parameter]:
         return [leaf.parameter for leaf in self.leaves]
@@ -258,7 +280,13 @@ class ShardedOptimizer:
     def _follow_parameters(self) -> None:
         """Applies edits of the model parameters to the main params."""
         may_wait = not is_async_device(self.engine.mesh.device)
-        follow_parameters(self.leaves, main_weights=self.engine.config.fp32_main_params, may_wait=may_wait)
+        addresses = list(map(Tensor.data_ptr, list_local_tensors([leaf.parameter for leaf in self.leaves])))
+        # Main params that share the memory of their parameters follow as long as that memory is the same.
+        leaves = self.leaves
+        if addresses == self._addresses:
+            leaves = [leaf for leaf in self.leaves if leaf.separate]
+        self._addresses = addresses
+        follow_parameters(leaves, main_weights=self.engine.config.fp32_main_params, may_wait=may_wait)
 
     @torch.no_grad()
     def switch(self, method: Callable[[], None], *, is_training: bool) -> None:
@@ -297,7 +325,7 @@ class ShardedOptimizer:
         # fp32 main params -> this rank's shard of the model parameters -> all-gather over the dp ranks.
         separate = [leaf for leaf in self.leaves if leaf.separate]
         if separate:
-            torch._foreach_copy_([leaf.view() for leaf in separate], [leaf.tensor for leaf in separate])
+            torch._foreach_copy_(list_views(separate), [leaf.tensor for leaf in separate])
         self.publish(moved)
 
     def publish(self, moved: list[MainParam]) -> None:
@@ -325,13 +353,15 @@ class ShardedOptimizer:
         # A step that raised may have left the main params in the groups.
         self._leave()
         # Parameters that were removed from the groups keep their gradients.
-        present = {id(parameter) for group in self.optimizer.param_groups for parameter in group["params"]}
+        listed = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
+        present = set(map(id, listed))
         leaves = [leaf for leaf in self.leaves if id(leaf.parameter) in present]
         if set_to_none and self.engine.reducer is not None:
             self.engine.reducer.discard([leaf.parameter for leaf in leaves])
-        for group in self.optimizer.param_groups if set_to_none else ():
-            for parameter in filter(is_off_stage, group["params"]):
-                parameter.grad = None
+        if set_to_none:
+            for parameter in listed:
+                if isinstance(parameter, OffStageTensor):
+                    parameter.grad = None
         for leaf in leaves:
             leaf.tensor.grad = None
             if set_to_none:
@@ -491,6 +521,12 @@ def prepare_optimizer(
     optimizer._hf_megatron = state  # type: ignore[attr-defined]
     optimizer.__class__ = _taken_over(type(optimizer))  # type: ignore[arg-type]
     return optimizer
+
+
+def _are_same(lists: list[list[Tensor]], others: list[list[Tensor]]) -> bool:
+    """Returns whether lists have the same tensors of any shape."""
+    # Compared by identity: `==` of lists would compare tensors that differ.
+    return [list(map(id, one)) for one in lists] == [list(map(id, one)) for one in others]
 
 
 def _parameters(optimizer: torch.optim.Optimizer) -> Iterable[Tensor]:

@@ -8,11 +8,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from ..compat.torch_dtensor import local_tensor
-from ..core.communication.full_tensor import placed_gradient
-from ..core.off_stage import is_off_stage
+from ..compat.tensor_lists import list_local_tensors
+from ..core.communication.full_tensor import list_placed_gradients
+from ..core.off_stage import OffStageTensor
 from ..errors import ConfigError
-from .engine import get_engine, get_reducer
+from .engine import DataParallel, get_engine
+from .grad_reducer import GradientReducer
+from .model_parameters import MARK
 from .norm_checks import ListOfRanks, has_all, list_engines, pipelines
 
 
@@ -32,26 +34,48 @@ def local_gradients(parameters: Iterable[Tensor]) -> dict[int, list[Tensor]]:
     Returns:
         number of copies of an entry over all ranks -> gradients of any shape.
     """
+    # Runs once or twice in each step: a parameter costs no Python call once its number of copies is known.
     shares: dict[int, list[Tensor]] = {}
-    finished = set()
+    gradients_of: dict[GradientReducer, dict[int, Tensor]] = {}
+    others: list[Tensor] = []
     for parameter in parameters:
-        if is_off_stage(parameter):
+        if isinstance(parameter, OffStageTensor):
             continue
-        reducer = get_reducer(parameter)
-        if reducer is not None:
-            if reducer not in finished:
-                reducer.finalize()
-                finished.add(reducer)
-            gradient, parts = reducer.gradient(parameter), reducer.sharing_of(parameter).shard_size
-        else:
-            gradient, parts = placed_gradient(parameter), 1
-        if gradient is None or not local_tensor(gradient).numel():
+        engine = vars(parameter).get(MARK) or get_engine(parameter)
+        reducer = None if engine is None else engine.reducer
+        if reducer is None or id(parameter) not in reducer.places:
+            others.append(parameter)
             continue
-        # holders = ranks with the parameter or a shard of it; over tp shards and dp shards (`parts`), entries differ.
-        placed, engine = parameter if reducer is not None else gradient, get_engine(parameter)
-        holders = dist.get_world_size() if engine is None else engine.parameters.holders(parameter)
-        shares.setdefault(holders // (_distinct(placed) * parts), []).append(local_tensor(gradient))
+        if reducer not in gradients_of:
+            reducer.finalize()
+            gradients_of[reducer] = reducer.list_gradients()
+        gradient = gradients_of[reducer].get(id(parameter))
+        if gradient is None or not gradient.numel():
+            continue
+        copies = engine.parameters.reduced_copies.get(id(parameter))
+        if copies is None:
+            parts = reducer.sharing_of(parameter).shard_size
+            copies = engine.parameters.reduced_copies[id(parameter)] = _copies(engine, parameter, parameter, parts)
+        shares.setdefault(copies, []).append(gradient)
+    placed = list_placed_gradients(others)
+    for parameter, gradient, local in zip(others, placed, list_local_tensors(placed), strict=True):
+        if gradient is None or not local.numel():
+            continue
+        engine = vars(parameter).get(MARK)
+        is_like = isinstance(gradient, DTensor) == isinstance(parameter, DTensor)
+        known = engine.parameters.copies if engine is not None and is_like else {}
+        copies = known.get(id(parameter))
+        if copies is None:
+            copies = known[id(parameter)] = _copies(engine, parameter, gradient, 1)
+        shares.setdefault(copies, []).append(local)
     return shares
+
+
+def _copies(engine: DataParallel | None, parameter: Tensor, placed: Tensor, parts: int) -> int:
+    """Returns the number of ranks that hold the same entries of a gradient with the placements of `placed`."""
+    # holders = ranks with the parameter or a shard of it; over tp shards and dp shards (`parts`), entries differ.
+    holders = dist.get_world_size() if engine is None else engine.parameters.holders(parameter)
+    return holders // (_distinct(placed) * parts)
 
 
 def _norm(listed: ListOfRanks, shares: dict[int, list[Tensor]], norm_type: float) -> tuple[Tensor, Tensor]:

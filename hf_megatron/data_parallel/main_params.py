@@ -1,12 +1,13 @@
 """Main params: the tensors that an optimizer steps on instead of the model parameters, one shard per rank."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from ..compat.tensor_lists import list_local_tensors
 from ..compat.torch_dtensor import local_tensor
 from ..config import MegatronConfig
 from ..errors import UnsupportedError
@@ -96,6 +97,15 @@ class MainParam:
         """Returns the entries of the main param, in its shape, from a tensor of the parameter's shape."""
         local = local_tensor(tensor).detach()
         return local.view(-1)[self.start : self.stop] if self.flat else local
+
+
+def list_views(leaves: Sequence[MainParam]) -> list[Tensor]:
+    """Returns `MainParam.view` of each of them, without a Python call per main param."""
+    locals_of_leaves = list_local_tensors([leaf.parameter for leaf in leaves])
+    return [
+        local.detach().view(-1)[leaf.start : leaf.stop] if leaf.flat else local.detach()
+        for leaf, local in zip(leaves, locals_of_leaves, strict=True)
+    ]
 
 
 def follow_parameters(leaves: Iterable[MainParam], *, main_weights: bool, may_wait: bool) -> None:

@@ -32,6 +32,8 @@ class ModelParameters(Shared):
     Attributes:
         marked: this rank's parameters when `mark` was last called.
         sync_groups: axis along which gradients are averaged -> its ranks.
+        copies: parameter's identity -> number of ranks that hold the same entries of its gradient, where it is known.
+        reduced_copies: the same for gradients in the reducer's buckets.
         uncompared: name -> parameter that was added after loading and has not been compared with the other ranks'.
     """
 
@@ -45,6 +47,8 @@ class ModelParameters(Shared):
             sync_groups = {axis: GradSyncGroup.along(axis, state.mesh) for axis in axes}
         self.sync_groups = sync_groups
         self.marked: list[nn.Parameter] = []
+        self.copies: dict[int, int] = {}
+        self.reduced_copies: dict[int, int] = {}
         self.uncompared: dict[str, nn.Parameter] = {}
         self._added: dict[str, nn.Parameter] = {}
         self._identities: set[int] = set()
@@ -89,6 +93,7 @@ class ModelParameters(Shared):
         for parameter in self.model.parameters():
             setattr(parameter, MARK, engine)
         self._shardings = {identity: shardings[name] for identity, name in names.items() if name in shardings}
+        self.copies, self.reduced_copies = {}, {}
         self.marked, self._identities = parameters, {id(parameter) for parameter in parameters}
         # With tensor parallelism, `ParameterCheck` rejects added parameters.
         candidates = parameters if self.state.axes.size("tp") == 1 else []

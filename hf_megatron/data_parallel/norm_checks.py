@@ -20,6 +20,7 @@ from ..core.runtime import RUNTIME
 from ..errors import UnsupportedError
 from ..parallel_state import parallel_state
 from .engine import DataParallel, get_engine
+from .model_parameters import MARK
 
 if TYPE_CHECKING:
     from ..core.mesh import ParallelMesh
@@ -81,13 +82,14 @@ class ListOfRanks:
 
 def has_all(parameters: Sequence[Tensor], engines: Sequence[DataParallel]) -> bool:
     """Returns whether parameters of any shape include all trained parameters that this rank holds of some models."""
-    param_ids = {id(parameter) for parameter in parameters}
-    return all(id(parameter) in param_ids for engine in engines for parameter in engine.parameters.trained)
+    param_ids = set(map(id, parameters))
+    return all(param_ids.issuperset(map(id, engine.parameters.trained)) for engine in engines)
 
 
 def list_engines(parameters: Sequence[Tensor]) -> list[DataParallel]:
     """Returns the engines of the models that parameters of any shape belong to, each once."""
-    return list({id(engine): engine for engine in map(get_engine, parameters) if engine is not None}.values())
+    found = dict.fromkeys([vars(parameter).get(MARK) or get_engine(parameter) for parameter in parameters])
+    return [engine for engine in found if engine is not None]
 
 
 def joins(parameters: Sequence[Tensor]) -> bool:

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ..compat.tensor_lists import list_local_tensors
 from ..compat.torch_dtensor import local_tensor
 from ..core.communication.bucket_collectives import AllGather, is_pairwise
 from .bucket_assignment import make_buckets
@@ -49,8 +50,7 @@ class ParamAllGather:
             # [ranks, width + parameters]: this rank fills its own row, and receives the others.
             rows = bucket.open_buffer()
             owned = [
-                local_tensor(slot.parameter).detach().view(-1)[slice(*owned_range(slot.entries, ranks, rank))]
-                for slot in bucket.slots
+                local.view(-1)[slice(*owned_range(local.numel(), ranks, rank))] for local in _list_locals(bucket)
             ]
             torch._foreach_copy_(bucket.list_owned(rows[rank]), owned)
             started.append((bucket, AllGather(rows, self.sharing.shard_group)))
@@ -77,13 +77,19 @@ class ParamAllGather:
         return works
 
 
+def _list_locals(bucket: Bucket) -> list[Tensor]:
+    """Returns the local tensors of a bucket's parameters."""
+    return [local.detach() for local in list_local_tensors([slot.parameter for slot in bucket.slots])]
+
+
 def _receive(bucket: Bucket, gather: AllGather) -> None:
     gather.wait()
     pairs = [
         pair
-        for slot, columns in zip(bucket.slots, bucket.open_columns(), strict=False)
-        for pair in slot.match(columns, local_tensor(slot.parameter).detach().view(-1))
+        for slot, columns, local in zip(bucket.slots, bucket.open_columns(), _list_locals(bucket), strict=False)
+        for pair in slot.match(columns, local.view(-1))
     ]
-    torch._foreach_copy_([part for _, part in pairs], [columns for columns, _ in pairs])
+    if pairs:
+        torch._foreach_copy_([part for _, part in pairs], [columns for columns, _ in pairs])
     # Free the buffer: it would be a second copy of the weights.
     bucket.free_buffer()

@@ -4,7 +4,7 @@ torch's own arithmetic is wrong for many sizes of a dim that is split by both TP
 here: FSDP2 splits the shard that the other axes leave on a rank.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import product
 from typing import Any
 
@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
+from ...compat.tensor_lists import share_specs
 from ...compat.torch_dtensor import count_shard_blocks, dtensor_from_local, local_tensor, split_dim
 from ...errors import ConfigError, UnsupportedError
 from ..mesh import is_weight_axis
@@ -36,6 +37,14 @@ def placed_gradient(parameter: Tensor) -> Tensor | None:
         # The gradient was computed by the training loop and not by backward.
         parameter.grad = dtensor_from_local(shard_like(gather_full_tensor(gradient), parameter), parameter)
     return parameter.grad
+
+
+def list_placed_gradients(parameters: Sequence[Tensor]) -> list[Tensor | None]:
+    """Returns `placed_gradient` of each of these parameters, of any shape."""
+    gradients = [parameter.grad for parameter in parameters]
+    if share_specs(gradients, parameters):
+        return gradients
+    return [placed_gradient(parameter) for parameter in parameters]
 
 
 @torch.no_grad()
