@@ -31,6 +31,12 @@ def _make_factor(factor: float, device: torch.device) -> Tensor:
     return torch.full((1,), factor, dtype=torch.float32, device=device)
 
 
+@functools.lru_cache(maxsize=64)
+def _make_scalar(factor: float) -> Tensor:
+    """Returns a factor `()` that does not change the dtype of what it multiplies, on any device."""
+    return torch.tensor(factor, dtype=torch.float64)
+
+
 @dataclass
 class Slot:
     """A parameter's columns in the buffer of a bucket.
@@ -53,31 +59,33 @@ class Slot:
         """
         if self.entries == columns.numel():
             # Without padding, the usual case; one view less, and no call.
-            pairs = [(columns, local.reshape(-1, self.width))] if self.entries else []
+            pairs = ((columns, local.reshape(-1, self.width)),) if self.entries else ()
         else:
-            pairs = self.match(columns, local.reshape(-1))
+            pairs = zip(self.cut_columns(columns), self.cut(local.reshape(-1)), strict=True)
         for written, part in pairs:
             if add:
                 written.add_(part, alpha=factor)
             elif factor == 1:
                 written.copy_(part)
             elif part.dtype == written.dtype:
-                torch.mul(part, factor, out=written)
+                # A number would become a tensor in each call, which costs more than the product of a small gradient.
+                torch.mul(part, _make_scalar(factor), out=written)
             else:
                 # The product is computed in fp32: a half-precision one would be rounded before the cast.
                 torch.mul(part, _make_factor(factor, written.device), out=written)
 
-    def match(self, columns: Tensor, flat: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """Returns pairs of views of equal shapes: of its columns `[ranks, width]`, and of the entries `[entries]`."""
-        full_rows = self.entries // self.width if self.width else 0
-        pairs = []
-        if full_rows:
-            pairs.append((columns[:full_rows], flat[: full_rows * self.width].view(full_rows, self.width)))
-        rest = self.entries - full_rows * self.width
-        if rest:
-            # The last row with entries is not full.
-            pairs.append((columns[full_rows, :rest], flat[full_rows * self.width :]))
-        return pairs
+    def cut_columns(self, columns: Tensor) -> list[Tensor]:
+        """Returns views without padding of its columns `[ranks, width]`: of full rows, and of the row after them."""
+        if self.entries == columns.numel():
+            return [columns] if self.entries else []
+        full_rows, rest = divmod(self.entries, self.width) if self.width else (0, 0)
+        return [columns[:full_rows]] * bool(full_rows) + [columns[full_rows, :rest]] * bool(rest)
+
+    def cut(self, flat: Tensor) -> list[Tensor]:
+        """Returns views of all entries `[entries]`, with the shapes of `cut_columns`."""
+        full_rows, rest = divmod(self.entries, self.width) if self.width else (0, 0)
+        size = full_rows * self.width
+        return [flat[:size].view(full_rows, self.width)] * bool(full_rows) + [flat[size:]] * bool(rest)
 
     def own_columns(self, row: Tensor, ranks: int, rank: int) -> Tensor:
         """Returns this rank's entries in its row `[width]`."""

@@ -285,6 +285,9 @@ class ShardedOptimizer:
         leaves = self.leaves
         if addresses == self._addresses:
             leaves = [leaf for leaf in self.leaves if leaf.separate]
+        else:
+            # Publishers may have views of the previous memory.
+            self._published, self._publishers = [], []
         self._addresses = addresses
         follow_parameters(leaves, main_weights=self.engine.config.fp32_main_params, may_wait=may_wait)
 
@@ -336,7 +339,11 @@ class ShardedOptimizer:
             for leaf in moved:
                 assert leaf.sharing is not None
                 together.setdefault(leaf.sharing, []).append(leaf.parameter)
-            self._publishers = [ParamAllGather(parameters, sharing) for sharing, parameters in together.items()]
+            # Main params with their own memory must not keep that of weights that are moved away between steps.
+            keep_views = not any(leaf.separate for leaf in self.leaves)
+            self._publishers = [
+                ParamAllGather(parameters, sharing, keep_views=keep_views) for sharing, parameters in together.items()
+            ]
             self._published = moved
         for publisher in self._publishers:
             publisher.run()

@@ -364,7 +364,7 @@ class GradientReducer(Shared):
         columns = bucket.shard[slot.start : slot.start + slot.width].contiguous()
         rows = gather_rows(columns, bucket.sharing.shard_group)
         local = torch.empty(local_tensor(parameter).shape, dtype=bucket.dtype, device=bucket.device)
-        for received, part in slot.match(rows, local.view(-1)):
+        for received, part in zip(slot.cut_columns(rows), slot.cut(local.view(-1)), strict=True):
             part.copy_(received)
         return dtensor_from_local(local, parameter) if isinstance(parameter, DTensor) else local
 

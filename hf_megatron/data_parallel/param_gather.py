@@ -30,36 +30,44 @@ class ParamAllGather:
     Args:
         parameters (`Sequence[nn.Parameter]`): in the same order on every rank.
         sharing (`GradSyncGroup`): sync group of all these parameters.
+        keep_views (`bool`): whether views of the parameters' memory, which keep it alive, are created once. The memory
+            must not change afterwards.
     """
 
-    def __init__(self, parameters: Sequence[nn.Parameter], sharing: GradSyncGroup):
+    def __init__(self, parameters: Sequence[nn.Parameter], sharing: GradSyncGroup, *, keep_views: bool = False):
         self.sharing = sharing
         in_place = is_pairwise(sharing.shard_group)
         smallest = _LARGE * sharing.shard_size
         self._in_place = [p for p in parameters if in_place and local_tensor(p).numel() >= smallest]
         others = [p for p in parameters if not in_place or local_tensor(p).numel() < smallest]
         self._buckets = make_buckets(others, lambda _: sharing, None, None)
+        self._views = list(map(self._view, self._buckets)) if keep_views else None
 
     @torch.no_grad()
     def run(self) -> None:
         """Runs the all-gather; returns when this rank has all shards. Collective over the shard group."""
-        ranks, rank = self.sharing.shard_size, self.sharing.shard_rank
         works = [work for parameter in self._in_place for work in self._exchange(parameter)]
-        started: list[tuple[Bucket, AllGather]] = []
-        for bucket in self._buckets:
+        started: list[tuple[Bucket, AllGather, list[Tensor]]] = []
+        for index, bucket in enumerate(self._buckets):
+            owned, parts = self._view(bucket) if self._views is None else self._views[index]
             # [ranks, width + parameters]: this rank fills its own row, and receives the others.
             rows = bucket.open_buffer()
-            owned = [
-                local.view(-1)[slice(*owned_range(local.numel(), ranks, rank))] for local in _list_locals(bucket)
-            ]
-            torch._foreach_copy_(bucket.list_owned(rows[rank]), owned)
-            started.append((bucket, AllGather(rows, self.sharing.shard_group)))
+            torch._foreach_copy_(bucket.list_owned(rows[self.sharing.shard_rank]), owned)
+            started.append((bucket, AllGather(rows, self.sharing.shard_group), parts))
             if len(started) == _IN_FLIGHT:
                 _receive(*started.pop(0))
         for item in started:
             _receive(*item)
         for work in works:
             work.wait()
+
+    def _view(self, bucket: Bucket) -> tuple[list[Tensor], list[Tensor]]:
+        """Returns views of a bucket's parameters: this rank's shard of each, and all entries as `Slot.cut`."""
+        ranks, rank = self.sharing.shard_size, self.sharing.shard_rank
+        local_params = list_local_tensors([slot.parameter for slot in bucket.slots])
+        flat = [local.detach().view(-1) for local in local_params]
+        owned = [one[slice(*owned_range(len(one), ranks, rank))] for one in flat]
+        return owned, [part for slot, one in zip(bucket.slots, flat, strict=True) for part in slot.cut(one)]
 
     def _exchange(self, parameter: nn.Parameter) -> list[Any]:
         flat: Tensor = local_tensor(parameter).detach().view(-1)
@@ -77,19 +85,15 @@ class ParamAllGather:
         return works
 
 
-def _list_locals(bucket: Bucket) -> list[Tensor]:
-    """Returns the local tensors of a bucket's parameters."""
-    return [local.detach() for local in list_local_tensors([slot.parameter for slot in bucket.slots])]
-
-
-def _receive(bucket: Bucket, gather: AllGather) -> None:
+def _receive(bucket: Bucket, gather: AllGather, parts: list[Tensor]) -> None:
     gather.wait()
-    pairs = [
-        pair
-        for slot, columns, local in zip(bucket.slots, bucket.open_columns(), _list_locals(bucket), strict=False)
-        for pair in slot.match(columns, local.view(-1))
+    # The last columns are the flags'. Without padding, a slot's columns are read without a Python call.
+    received = [
+        part
+        for slot, columns in zip(bucket.slots, bucket.open_columns(), strict=False)
+        for part in ((columns,) if slot.entries == columns.numel() > 0 else slot.cut_columns(columns))
     ]
-    if pairs:
-        torch._foreach_copy_([part for _, part in pairs], [columns for columns, _ in pairs])
+    if parts:
+        torch._foreach_copy_(parts, received)
     # Free the buffer: it would be a second copy of the weights.
     bucket.free_buffer()
