@@ -8,7 +8,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
-from torch._C._distributed_c10d import Work
+from torch._C._distributed_c10d import (
+    AllgatherOptions,
+    AllreduceOptions,
+    AllToAllOptions,
+    ReduceScatterOptions,
+    Work,
+)
 from torch.utils._pytree import tree_leaves
 
 
@@ -20,6 +26,23 @@ def get_group_description(args: tuple) -> str:
     return ""
 
 
+def rank_and_size(group: Any) -> tuple[int, int]:
+    """Returns this process's rank in a process group that it belongs to, and the number of ranks."""
+    # The group's own methods: torch's functions compare the group with the default one in several Python calls.
+    if torch.compiler.is_dynamo_compiling():
+        return dist.get_rank(group), dist.get_world_size(group)
+    return group.rank(), group.size()
+
+
+def uses_gloo(group: Any) -> bool:
+    """Returns whether a process group communicates over gloo."""
+    return (dist.get_backend(group) if torch.compiler.is_dynamo_compiling() else group.name()) == "gloo"
+
+
+# The collectives below call the methods of the process group. torch's functions for them cost up to 15 Python calls for
+# lookups of the group and for logging. Their options are not exported by `torch.distributed`.
+
+
 def all_reduce_(tensor: torch.Tensor, group: Any) -> torch.Tensor:
     """All-reduces a tensor of any shape in place; functionally under the compiler.
 
@@ -27,37 +50,72 @@ def all_reduce_(tensor: torch.Tensor, group: Any) -> torch.Tensor:
     """
     if torch.compiler.is_compiling():
         return functional.wait_tensor(functional.all_reduce(tensor, "sum", group))
-    dist.all_reduce(tensor, group=group)
+    options = AllreduceOptions()
+    options.asyncOp = False
+    work = group.allreduce([torch.view_as_real(tensor) if tensor.is_complex() else tensor], options)
+    if work is not None:
+        work.wait()
     return tensor
 
 
-def all_gather_flat(shard: torch.Tensor, group: Any) -> torch.Tensor:
-    """All-gathers `[n, ...]` into `[ranks * n, ...]` (`all_gather_into_tensor`, `all_gather_single` in torch 2.13)."""
+def all_gather_flat(shard: torch.Tensor, group: Any, shape: tuple[int, ...] | None = None) -> torch.Tensor:
+    """All-gathers `[n, ...]` into `[ranks * n, ...]`, or into a given shape of as many entries.
+
+    The method of a group is `_allgather_base` until torch 2.12 and `all_gather_single` from 2.13.
+    """
     if torch.compiler.is_compiling():
-        return functional.wait_tensor(functional.all_gather_tensor(shard, 0, group))
-    output = shard.new_empty((dist.get_world_size(group) * shard.shape[0], *shard.shape[1:]))
-    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    gather(output, shard, group=group)
+        parts = functional.wait_tensor(functional.all_gather_tensor(shard, 0, group))
+        return parts if shape is None else parts.view(shape)
+    first, *others = shard.shape
+    stacked = (group.size() * first, *others)
+    output = shard.new_empty(shape or stacked)
+    # gloo takes the ranks' parts along the first dim.
+    parts = output if shape is None else output.view(stacked)
+    if shard.is_complex():
+        parts, shard = torch.view_as_real(parts), torch.view_as_real(shard)
+    options = AllgatherOptions()
+    options.asyncOp = False
+    work = (getattr(group, "all_gather_single", None) or group._allgather_base)(parts, shard, options)
+    if work is not None:
+        work.wait()
     return output
 
 
 def reduce_scatter_flat(parts: torch.Tensor, group: Any) -> torch.Tensor:
-    """Reduce-scatters `[ranks * n, ...]` into `[n, ...]` (`reduce_scatter_tensor`, renamed in torch 2.13)."""
+    """Reduce-scatters `[ranks * n, ...]` into `[n, ...]`.
+
+    The method of a group is `_reduce_scatter_base` until torch 2.12 and `reduce_scatter_single` from 2.13.
+    """
     if torch.compiler.is_compiling():
         return functional.wait_tensor(functional.reduce_scatter_tensor(parts, "sum", 0, group))
-    output = parts.new_empty((parts.shape[0] // dist.get_world_size(group), *parts.shape[1:]))
-    scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-    scatter(output, parts, group=group)
-    return output
+    first, *others = parts.shape
+    result = output = parts.new_empty((first // group.size(), *others))
+    if parts.is_complex():
+        output, parts = torch.view_as_real(output), torch.view_as_real(parts)
+    options = ReduceScatterOptions()
+    options.asyncOp = False
+    work = (getattr(group, "reduce_scatter_single", None) or group._reduce_scatter_base)(output, parts, options)
+    if work is not None:
+        work.wait()
+    return result
 
 
 def all_to_all_flat(parts: torch.Tensor, group: Any) -> torch.Tensor:
-    """All-to-all of `[ranks * n, ...]`: sends the i-th chunk `[n, ...]` to rank i, and returns the received chunks."""
+    """All-to-all of `[ranks * n, ...]`: sends the i-th chunk `[n, ...]` to rank i, and returns the received chunks.
+
+    The method of a group is `alltoall_base` until torch 2.12 and `all_to_all_single` from 2.13.
+    """
     if torch.compiler.is_compiling():
         return functional.wait_tensor(functional.all_to_all_single(parts, None, None, group))
-    received = torch.empty_like(parts)
-    dist.all_to_all_single(received, parts, group=group)
-    return received
+    result = received = torch.empty_like(parts)
+    if parts.is_complex():
+        received, parts = torch.view_as_real(received), torch.view_as_real(parts)
+    options = AllToAllOptions()
+    options.asyncOp = False
+    work = (getattr(group, "all_to_all_single", None) or group.alltoall_base)(received, parts, [], [], options)
+    if work is not None:
+        work.wait()
+    return result
 
 
 def reduce_scatter_started(output: torch.Tensor, parts: torch.Tensor, group: Any) -> Any:

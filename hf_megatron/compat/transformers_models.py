@@ -309,5 +309,7 @@ def checkpoints_activations(model: Any) -> bool:
         module = modules.pop()
         if vars(module).get("gradient_checkpointing", getattr(type(module), "gradient_checkpointing", False)):
             return True
-        modules += [child for child in module._modules.values() if child is not None]
+        for child in module._modules.values():
+            if child is not None:
+                modules.append(child)
     return False

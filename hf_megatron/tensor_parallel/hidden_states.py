@@ -20,9 +20,11 @@ def replace_input(
     separately; they are replaced too. Arguments of a layer (`of_block=False`) have their own rules.
     """
     if args and isinstance(args[0], Tensor):
-        changed = change(args[0])
-        same = (value is args[0] and (of_block or place == 0) for place, value in enumerate(args))
-        return tuple(changed if is_it else value for is_it, value in zip(same, args, strict=True)), kwargs
+        first, *others = args
+        changed = change(first)
+        if of_block and others:
+            others = [changed if value is first else value for value in others]
+        return (changed, *others), kwargs
     if isinstance(kwargs.get(HIDDEN_STATES), Tensor):
         return args, {**kwargs, HIDDEN_STATES: change(kwargs[HIDDEN_STATES])}
     # A forward may name its first parameter differently.

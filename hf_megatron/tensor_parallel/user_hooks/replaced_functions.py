@@ -101,8 +101,15 @@ class ExchangedFunctions:
             for name, function in functions.items():
                 if _is_exchanged(present.get(name), function):
                     yield Replacement(f"{file}.{name}", present.get(name))
+        # Most modules are unchanged, which comparisons without Python calls tell. nn.Module compares by identity, so
+        # equal dicts hold the same modules.
         for name, module in self.modules.items():
-            yield from self._found_in(name, module)
+            if (
+                type(module).forward is not self.forwards[name]
+                or module._modules != self.children[name]
+                or "forward" in module.__dict__
+            ):
+                yield from self._found_in(name, module)
         for name, functions in self.functions.items():
             for attribute, function in functions.items():
                 current = vars(self.modules[name]).get(attribute)
@@ -121,7 +128,6 @@ class ExchangedFunctions:
     def _found_in(self, name: str, module: nn.Module) -> Iterator[Replacement]:
         if type(module).forward is not self.forwards[name] and not is_shard_safe(type(module).forward):
             yield Replacement(f"{name}.__class__ ({type(module).__name__})", type(module).forward)
-        # nn.Module compares by identity, so equal dicts hold the same modules.
         for child, submodule in module._modules.items() if module._modules != self.children[name] else ():
             before = self.children[name].get(child)
             if submodule is not before and before is not None and not _works_on_entries(submodule, before):

@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 import transformers
 from packaging.version import Version
 from transformers import (
@@ -23,6 +22,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from hf_megatron import ConfigError, MegatronConfig, UnsupportedError
+from hf_megatron.compat.torch_distributed import communication_through
 from hf_megatron.core.fork_harness import run_ranks
 from hf_megatron.core.memory.recompute import apply_recompute
 
@@ -259,35 +259,16 @@ def test_saved_bytes_are_linear_in_sequence_length():
     assert second_difference("selective") == scores, "the mask, one for all layers"
 
 
-COLLECTIVES = [
-    "all_reduce",
-    "all_gather_into_tensor",
-    "all_gather_single",
-    "reduce_scatter_tensor",
-    "reduce_scatter_single",
-    "all_to_all_single",
-    "broadcast",
-]
-
-
 def count_collectives(run):
-    """Returns the result of `run` and the number of calls of each collective."""
-    counts, originals = {}, {name: vars(dist)[name] for name in COLLECTIVES if name in vars(dist)}
+    """Returns the result of `run` and the number of calls of each collective, by the method of the process group."""
+    counts = {}
 
-    def count_calls(name, original):
-        def call(*args, **kwargs):
-            counts[name] = counts.get(name, 0) + 1
-            return original(*args, **kwargs)
+    def call(original, group, name, args):
+        counts[name] = counts.get(name, 0) + 1
+        return original()
 
-        return call
-
-    for name, original in originals.items():
-        setattr(dist, name, count_calls(name, original))
-    try:
+    with communication_through(call, lambda wait, work: wait()):
         return run(), counts
-    finally:
-        for name, original in originals.items():
-            setattr(dist, name, original)
 
 
 @pytest.mark.parametrize("config", [TP2, SP2], ids=["tp2", "tp2+sp"])
