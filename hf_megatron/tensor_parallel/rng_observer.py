@@ -17,14 +17,15 @@ from ..errors import UnsupportedError
 _OBSERVED = 2
 
 
-class DropoutSettings:
-    """Values of a model that decide whether its forward draws: dropout rates, training modes, and its modules."""
+class DrawSettings:
+    """What decides whether a model's forward draws: dropout rates, training modes, modules and forward hooks."""
 
     def __init__(self, model: nn.Module):
         modules = list(model.modules())
         # References are kept so that no other object gets the same identity.
         self._tables = [module._modules for module in modules]
-        self._children = self._current_children()
+        self._hooks = [hooks for m in modules for hooks in (m._forward_hooks, m._forward_pre_hooks)]
+        self._children, self._num_hooks = self._current_children(), list(map(len, self._hooks))
         owners = [(vars(module), _dropout_names(module)) for module in modules]
         configs = {id(config): config for module in modules if (config := vars(module).get("config")) is not None}
         owners += [(vars(config), _dropout_names(config)) for config in configs.values()]
@@ -32,10 +33,11 @@ class DropoutSettings:
         self._values = self._current_values()
 
     def has_changed(self) -> bool:
-        """Returns whether a setting has changed, or a module was added or replaced."""
+        """Returns whether a setting has changed, a module was added or replaced, or a hook added or removed."""
         children = self._current_children()
         is_same = len(children) == len(self._children) and all(map(operator.is_, children, self._children))
-        return not is_same or self._current_values() != self._values
+        has_same_hooks = list(map(len, self._hooks)) == self._num_hooks
+        return not (is_same and has_same_hooks) or self._current_values() != self._values
 
     def _current_children(self) -> list[nn.Module | None]:
         return list(chain.from_iterable(map(dict.values, self._tables)))
@@ -61,7 +63,7 @@ class RngObserver(Shared):
 
     def __init__(self, rng: TensorParallelRng):
         self.rng = rng
-        self._settings: DropoutSettings | None = None
+        self._settings: DrawSettings | None = None
         self._without_draws = 0
         self._start: bytes | None = None
 
@@ -74,7 +76,7 @@ class RngObserver(Shared):
         if not model.training or torch.compiler.is_compiling():
             return
         if self._settings is None or self._settings.has_changed():
-            self._settings, self._without_draws = DropoutSettings(model), 0
+            self._settings, self._without_draws = DrawSettings(model), 0
         self._start = self.rng.get_signature()
         self.rng.is_idle = self._without_draws >= _OBSERVED
 
