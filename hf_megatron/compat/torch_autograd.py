@@ -2,16 +2,31 @@
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
+from functools import wraps
+from types import MappingProxyType
 from typing import Any, cast
 
 import torch
 
+from .torch_memory import storage_key
 from .versions import _minor
 
 
 def run_after_backward(function: Callable[[], None]) -> None:
     """Calls a function after the current backward has completed all other work (private; FSDP2 uses it)."""
     torch.autograd.Variable._execution_engine.queue_callback(function)  # type: ignore[attr-defined]
+
+
+def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorator: makes a second differentiation of a function's backward an error, as torch's decorator does."""
+    checked = torch.autograd.function.once_differentiable(backward)
+
+    @wraps(backward)
+    def run(ctx: Any, *gradients: Any) -> Any:
+        # Torch's costs eight Python calls for a context in which gradients are off, as they are in most backwards.
+        return checked(ctx, *gradients) if torch.is_grad_enabled() else backward(ctx, *gradients)
+
+    return run
 
 
 def in_backward() -> bool:
@@ -30,23 +45,63 @@ def nodes_can_pack() -> bool:
     return hasattr(torch._C._autograd.SavedTensor, "unpack_hook")
 
 
-def pack_saved(
-    node: Any, name: str, pack: Callable[[torch.Tensor], Any], unpack: Callable[[Any], torch.Tensor]
-) -> bool:
-    """Packs a tensor that an autograd node has already saved under a name.
+def readable_saved(node: Any, name: str) -> Any:
+    """Returns what an autograd node has saved under a name, if it can be packed; otherwise `None`.
 
-    Returns `False`, without a change, if the node saved nothing or the tensor has other hooks (`_raw_saved_*` is
-    documented, its attributes are not).
+    That is not the case if the node saved nothing, or the tensor has other hooks (`_raw_saved_*` is documented, its
+    attributes are not).
     """
     saved = getattr(node, f"_raw_saved_{name}")
     if not nodes_can_pack() or saved.data is None or saved.unpack_hook is not None:
-        return False
+        return None
     try:
         getattr(node, f"_saved_{name}")
     except RuntimeError:
         # Modified in place since it was saved: torch raises if backward uses it.
+        return None
+    return saved
+
+
+def pack_saved(
+    node: Any, name: str, pack: Callable[[torch.Tensor], Any], unpack: Callable[[Any], torch.Tensor]
+) -> bool:
+    """Packs a tensor that an autograd node has already saved under a name; `False` if it cannot be packed."""
+    saved = readable_saved(node, name)
+    if saved is not None:
+        saved.register_hooks(pack, unpack)
+    return saved is not None
+
+
+# Node of a linear's matmul -> its name for the first operand.
+_FIRST_OPERANDS: Mapping[str, str] = MappingProxyType(
+    {"MmBackward0": "_raw_saved_self", "AddmmBackward0": "_raw_saved_mat1", "LinearBackward0": "_raw_saved_input"}
+)
+# Nodes between a linear's output and its matmul: the output's view in the shape of the input.
+_OUTPUT_VIEWS = frozenset(("UnsafeViewBackward0", "ViewBackward0"))
+
+
+def pack_operand(
+    output: torch.Tensor, storage: int, pack: Callable[[torch.Tensor], Any], unpack: Callable[[Any], torch.Tensor]
+) -> bool:
+    """Packs what a linear has just saved of its input, a view of any shape; `False` if its matmul is not known.
+
+    Args:
+        output (`Tensor`): result of the linear, of any shape.
+        storage (`int`): key of the input's storage; copies of the input are not packed.
+    """
+    node: Any = output.grad_fn
+    if node is None:
+        return True
+    name = node.name()
+    if name in _OUTPUT_VIEWS:
+        node = node.next_functions[0][0]
+        name = node.name()
+    if name not in _FIRST_OPERANDS:
         return False
-    saved.register_hooks(pack, unpack)
+    saved = getattr(node, _FIRST_OPERANDS[name])
+    # Nothing is saved for a frozen weight, and hooks of other code take precedence.
+    if saved.data is not None and saved.unpack_hook is None and storage_key(saved.data) == storage:
+        saved.register_hooks(pack, unpack)
     return True
 
 

@@ -7,19 +7,19 @@ the same points.
 """
 
 import weakref
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from ..compat.shared import Shared
 from ..compat.torch_autograd import in_backward
 from ..compat.torch_memory import storage_key
 from ..core.communication.collectives import all_gather
-from ..core.memory.saved_tensor_hooks import Kept, Packed, Remade, Version, saved_as
+from ..core.memory.saved_tensor_hooks import Kept, Packed, Remade, SavedInputs, Version
 
 
 class GatheredInputs(Shared):
@@ -30,7 +30,7 @@ class GatheredInputs(Shared):
     """
 
     def __init__(self, dim: int, group: dist.ProcessGroup):
-        self.dim, self.group = dim, group
+        self.dim, self.group, self.saved = dim, group, SavedInputs()
         self._latest: weakref.ref[GatheredInput] | None = None
 
     def again(self, gathered: "GatheredInput", shard: Tensor) -> Tensor:
@@ -50,51 +50,49 @@ class GatheredInput:
     Args:
         inputs (`GatheredInputs`): registry of the model.
         shard (`Tensor`): `[..., local, ...]`, this rank's input of the gather.
-        unsharded (`Tensor`): `[..., size, ...]`, the gathered result; it is not kept.
+        unsharded (`Tensor`): `[..., size, ...]`, the gathered result; the caller keeps it until the last `run`.
     """
 
     def __init__(self, inputs: GatheredInputs, shard: Tensor, unsharded: Tensor):
         self.size = unsharded.shape[inputs.dim]
         self._inputs, self._shard, self._version = inputs, Kept(shard), Version(unsharded)
-        # A live reference keeps the storage's id from being reused.
-        self._storage = StorageWeakRef(unsharded.untyped_storage())
+        self._storage, self._dtype = storage_key(unsharded), unsharded.dtype
         self._saved = self._unpacked = 0
         self._again: Tensor | None = None
 
-    def saved_by(self, x: Tensor) -> tuple[Tensor, AbstractContextManager]:
-        """Returns the tensor to read instead of `x`, of any shape, and the context in which the shard is saved.
+    def run(self, matmul: Callable[..., Tensor], x: Tensor, *args: Any) -> Tensor:
+        """Returns `matmul(x, *args)`, of any shape, and saves the shard instead of `x`.
 
         If `x` is another tensor, or was modified since it was gathered, `x` itself is saved.
         """
-        # `x` is not a view of the gathered tensor.
-        if storage_key(x) != self._storage.cdata or not self._version.is_current():
-            return x, nullcontext()
-        return saved_as(x, partial(_save, weakref.ref(self), x.dtype))
+        # A layer may be compiled by itself. `x` may not be a view of the gathered tensor.
+        if (
+            torch.compiler.is_dynamo_compiling()
+            or storage_key(x) != self._storage
+            or not self._version.is_current()
+            or not torch.is_grad_enabled()
+        ):
+            return matmul(x, *args)
+        return self._inputs.saved.run(matmul, x, args, self._keep)
 
-    def keep(self, saved: Tensor, dtype: torch.dtype, is_copy: bool) -> Packed:
+    def _keep(self, dtype: torch.dtype, saved: Tensor) -> Packed:
         """Returns the packed form of a saved tensor: a view of the gathered one, or of a copy in another dtype."""
         self._saved += 1
-        return Remade(saved, None if is_copy else self._version, lambda: self._gather().to(dtype))
+        if dtype == self._dtype:
+            return Remade(self._version, self._gather, saved)
+        # A copy in another dtype is private to the linear and cannot be edited.
+        return Remade(None, partial(self._gather, dtype), saved)
 
     def let_go(self) -> None:
         """Drops the regathered tensor."""
         self._again, self._unpacked = None, 0
 
-    def _gather(self) -> Tensor:
+    def _gather(self, dtype: torch.dtype | None = None) -> Tensor:
         # The first linear in backward gathers; the last one that saved the tensor frees it.
-        shard = self._shard.unpack()
-        if self._again is None:
-            self._again = self._inputs.again(self, shard)
         unsharded = self._again
+        if unsharded is None:
+            unsharded = self._again = self._inputs.again(self, self._shard.unpack())
         self._unpacked += 1
         if self._unpacked == self._saved or not in_backward():
             self.let_go()
-        return unsharded
-
-
-# Saved-tensor hooks live as long as any packed tensor, including weights of frozen linears: hold the shard weakly.
-def _save(reference: weakref.ref[GatheredInput], own_dtype: torch.dtype, saved: Tensor, dtype: torch.dtype) -> Packed:
-    gathered = reference()
-    assert gathered is not None
-    # A copy in another dtype is private to the linear and cannot be edited.
-    return gathered.keep(saved, dtype, is_copy=dtype != own_dtype)
+        return unsharded if dtype is None else unsharded.to(dtype)

@@ -73,11 +73,10 @@ class ColumnParallelLinear(ParallelLinear):
             x = copy_to_ranks(x, self.group)
             y = self.matmul(x, self.local_bias(self.copies_group))
         else:
-            # The region has copied or gathered the input once for all column-parallel linears of the block. `saving`
-            # makes this linear save the shard of a gathered input for backward.
-            x, saving = self.region.column_input(x)
-            with saving:
-                y = self.matmul(x, self.local_bias(self.copies_group))
+            # The region has copied or gathered the input once for all column-parallel linears of the block.
+            gathered, bias = self.region.gathered, self.local_bias(self.copies_group)
+            # Saves the shard of a gathered input for backward.
+            y = self.matmul(x, bias) if gathered is None else gathered.run(self.matmul, x, bias)
         if self.gather_output:
             # [..., out_features / tp] -> [..., out_features]
             return gather_from_ranks(y, -1, self.out_features, self.group)
@@ -105,9 +104,7 @@ class RowParallelLinear(ParallelLinear):
             self.rng.use_shared_rng()
             y = reduce_from_ranks(y, self.group)
         else:
-            x, saving = self.region.row_input(x)
-            with saving:
-                y = self.matmul(x)
+            y = self.matmul(x) if self.region.gathered is None else self.region.run_row(self.matmul, x)
             # All-reduce, or with a sharded sequence reduce-scatter to [batch, sequence / tp, out_features].
             y = self.region.leave(y)
         # With a sharded sequence the replicated bias meets local tokens only: its gradient is summed over tp.

@@ -16,7 +16,6 @@ its exit.
 
 import functools
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,7 +35,7 @@ from ..core.communication.collectives import (
 from ..core.communication.rng import TensorParallelRng
 from ..core.forward_hooks import ForwardHooks
 from ..core.memory.gqa_saved_kv import keep_heads_once
-from ..core.memory.recomputed_activations import recomputed_for
+from ..core.memory.recomputed_activations import run_recomputed
 from ..core.memory.saved_tensor_hooks import may_pack
 from ..errors import UnsupportedError
 from .gathered_input import GatheredInput, GatheredInputs
@@ -45,8 +44,6 @@ from .per_token_arguments import replace_arguments
 from .stack_ends import StackEnds
 
 SEQUENCE_DIM = 1
-# Stateless, so that all linears share it.
-_NOTHING: AbstractContextManager = nullcontext()
 
 
 class _RestoreLength(torch.autograd.Function):
@@ -187,7 +184,9 @@ class UniformRegion(Shared):
         stack (`SequenceStack`, *optional*): the stack around the block, if its sequence is sharded.
         inputs (`GatheredInputs`, *optional*): set if the block's linears save shards for backward, and recompute what
             can be recomputed (`MegatronConfig.shard_saved_activations`).
-        gathered (`GatheredInput`, *optional*): the gathered input of the current forward, saved as a shard.
+        gathered (`GatheredInput`, *optional*): the gathered input of the current forward, if the block's linears save
+            it as a shard.
+        unsharded (`Tensor`, *optional*): that input; the block's call refers to it as long as this region does.
         is_inside: whether a forward is between the block's entry and the reduction in its row-parallel linear.
         select_tokens (`Callable`, *optional*): with a sharded sequence, the tokens to keep of a partial output `[batch,
             sequence, hidden]` before it is reduce-scattered.
@@ -198,6 +197,7 @@ class UniformRegion(Shared):
     stack: SequenceStack | None = None
     inputs: GatheredInputs | None = None
     gathered: GatheredInput | None = None
+    unsharded: Tensor | None = None
     is_inside: bool = False
     select_tokens: Callable[[Tensor], Tensor] | None = None
 
@@ -222,24 +222,18 @@ class UniformRegion(Shared):
         unsharded = gather_from_ranks(
             hidden_states, self.stack.sequence_dim, self.stack.length, self.group, sum_gradient=True
         )
-        self.gathered = None
+        self.gathered = self.unsharded = None
         # Kept as the shard only: column-parallel linears save a reference to it instead of the gathered tensor.
         if self.inputs is not None and may_pack():
-            self.gathered = GatheredInput(self.inputs, hidden_states, unsharded)
+            self.gathered, self.unsharded = GatheredInput(self.inputs, hidden_states, unsharded), unsharded
         return unsharded
 
-    def column_input(self, x: Tensor) -> tuple[Tensor, AbstractContextManager]:
-        """Returns what a column-parallel linear reads instead of `x` `[..., hidden]`, and the context it runs in."""
-        if self.gathered is None or not may_pack():
-            return x, _NOTHING
-        return self.gathered.saved_by(x)
-
-    def row_input(self, x: Tensor) -> tuple[Tensor, AbstractContextManager]:
-        """Returns what the row-parallel linear reads instead of `x` `[..., width / tp]`, and the context it runs in."""
-        if self.inputs is None or not may_pack():
-            return x, _NOTHING
+    def run_row(self, matmul: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+        """Returns `matmul(x)` of the row-parallel linear, from `[..., width / tp]`, and packs what is saved for it."""
+        if self.inputs is None or torch.compiler.is_dynamo_compiling():
+            return matmul(x)
         keep_heads_once(x)
-        return recomputed_for(x)
+        return run_recomputed(self.inputs.saved, matmul, x)
 
     def _unflatten(self, tokens: Tensor) -> Tensor:
         # Some layers pass `[batch * sequence, hidden]` to their linears, in batch-first models only; a rank may hold no
@@ -249,7 +243,7 @@ class UniformRegion(Shared):
 
     def leave(self, partial_output: Tensor) -> Tensor:
         """Reduces the row-parallel linear's partial outputs `[batch, sequence, hidden]`, or reduce-scatters them."""
-        self.gathered, self.is_inside = None, False
+        self.gathered, self.unsharded, self.is_inside = None, None, False
         if self.stack is None:
             # All-reduce: [batch, sequence, hidden] replicated from here on, and random numbers shared.
             self.rng.use_shared_rng()

@@ -20,9 +20,8 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from ...compat.torch_autograd import run_function
+from ...compat.torch_autograd import once_differentiable, run_function
 from ...compat.torch_distributed import (
     all_gather_flat,
     all_reduce_,
@@ -52,18 +51,14 @@ def _pad(tensor: Tensor, dim: int, size: int) -> Tensor:
     return F.pad(tensor, [0, 0] * (tensor.dim() - 1 - dim % tensor.dim()) + [0, missing])
 
 
-def _is_outermost(dim: int, tensor: Tensor) -> bool:
-    """Returns whether the entries of a dim are stored one after the other, as for a batch of one sequence."""
-    return dim == 0 or (dim == 1 and tensor.shape[0] == 1)
-
-
 def all_gather(tensor: Tensor, dim: int, size: int, group: dist.ProcessGroup) -> Tensor:
     """All-gathers the ranks' shards `[..., held, ...]` into `[..., size, ...]` along `dim`; not differentiable."""
     _, ranks = rank_and_size(group)
     padded = -(-size // ranks)
     if padded * ranks == size:
         shard = tensor.contiguous()
-        if _is_outermost(dim, shard):
+        # A dim whose shards are stored one after the other, as for a batch of one sequence.
+        if dim == 0 or (dim == 1 and shard.shape[0] == 1):
             # Into the result's own memory. Never a view: models modify it in place.
             return all_gather_flat(shard, group, (*shard.shape[:dim], size, *shard.shape[dim + 1 :]))
         return torch.cat(all_gather_flat(shard, group).chunk(ranks), dim)
@@ -83,7 +78,7 @@ def reduce_scatter(tensor: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor
     # `parts` stacks the shards along dim 0, [ranks * first dim of a shard, ...]: rank i receives the i-th of them.
     if dim == 0:
         parts = padded.contiguous()
-    elif _is_outermost(dim, padded):
+    elif dim == 1 and padded.shape[0] == 1:
         parts = padded.contiguous().view(ranks, held, *padded.shape[2:])
     else:
         parts = torch.cat(padded.chunk(ranks, dim))

@@ -6,15 +6,14 @@ autograd node, so the model's forward need not be known.
 """
 
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...compat.torch_autograd import pack_saved
-from .saved_tensor_hooks import Kept, Packed, Remade, Version, saved_as
+from ...compat.torch_autograd import pack_saved, readable_saved
+from .saved_tensor_hooks import Packed, Remade, SavedInputs, Version
 
 _PRODUCT = "MulBackward0"
 _FACTORS = ("self", "other")
@@ -24,21 +23,21 @@ _ACTIVATIONS: Mapping[str, Callable[[Any], Tensor]] = {
 }
 
 
-def recomputed_for(x: Tensor) -> tuple[Tensor, AbstractContextManager]:
-    """Returns the input for a linear, equal to `x` of any shape, and a context in which it is saved for recomputation.
+def run_recomputed(inputs: SavedInputs, matmul: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """Returns `matmul(x)` of a linear, of any shape, which saves `x` for recomputation.
 
     If `x` was not produced by a known operation, or the operation's inputs are not saved, `x` itself is saved.
     """
     make = _computing(x.grad_fn)
     if make is None:
-        return x, nullcontext()
+        return matmul(x)
     # An in-place change of `x` invalidates a saved view of it, but not a saved autocast copy.
     version, own_dtype = Version(x), x.dtype
 
-    def form(saved: Tensor, dtype: torch.dtype) -> Packed:
-        return Remade(saved, version if dtype == own_dtype else None, lambda: make().to(dtype))
+    def form(dtype: torch.dtype, saved: Tensor) -> Packed:
+        return Remade(version, make, saved) if dtype == own_dtype else Remade(None, lambda: make().to(dtype), saved)
 
-    return saved_as(x, form)
+    return inputs.run(matmul, x, (), form)
 
 
 def _computing(node: Any) -> Callable[[], Tensor] | None:
@@ -47,25 +46,23 @@ def _computing(node: Any) -> Callable[[], Tensor] | None:
         return None
     if node.name() != _PRODUCT:
         return _computing_activation(node)
-    makers = [_computing_activation(source) for source, _ in node.next_functions]
-    if all(_keep(node, factor, make) for factor, make in zip(_FACTORS, makers, strict=True)):
-        # The factors are read from the product's node in backward, which recomputes those that are activations.
-        return lambda: node._saved_self * node._saved_other
-    return None
+    for factor, (source, _) in zip(_FACTORS, node.next_functions, strict=True):
+        if not _keep(node, factor, _computing_activation(source)):
+            return None
+    # The factors are read from the product's node in backward, which recomputes those that are activations.
+    return lambda: node._saved_self * node._saved_other
 
 
 def _computing_activation(node: Any) -> Callable[[], Tensor] | None:
     compute = None if node is None else _ACTIVATIONS.get(node.name())
-    if compute is None or not _keep(node, "self", None):
-        return None
     # The activation's own input is saved by its node in any case.
+    if compute is None or readable_saved(node, "self") is None:
+        return None
     return lambda: compute(node)
 
 
 def _keep(node: Any, name: str, make: Callable[[], Tensor] | None) -> bool:
     """Sets how a node saves one of its tensors: as it is, or recomputed by `make`; `False` if it cannot be packed."""
-
-    def pack(saved: Tensor) -> Packed:
-        return Kept(saved) if make is None else Remade(saved, Version(saved), make)
-
-    return pack_saved(node, name, pack, lambda packed: packed.unpack())
+    if make is None:
+        return readable_saved(node, name) is not None
+    return pack_saved(node, name, lambda saved: Remade(Version(saved), make, saved), Remade.unpack)

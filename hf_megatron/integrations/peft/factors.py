@@ -41,13 +41,9 @@ class FullFactor(ParallelLinear):
         group = self.group if self.sum_gradient else None
         weight, bias = local_view(self.weight, group), local_view(self.bias, group)
         assert weight is not None
-        if self.region is None:
-            return linear(x, weight, bias)
-        # If saved activations are sharded, `saving` keeps only the local shard of the region's input `[..., in]` and
-        # gathers it again in the backward.
-        x, saving = self.region.column_input(x)
-        with saving:
-            return linear(x, weight, bias)
+        gathered = None if self.region is None else self.region.gathered
+        # If saved activations are sharded, only the local shard of the region's input `[..., in]` is saved.
+        return linear(x, weight, bias) if gathered is None else gathered.run(linear, x, weight, bias)
 
 
 @dataclass(frozen=True)
