@@ -320,7 +320,8 @@ def _install_style(
     rules.install(module, context)
     # Parameters that the style does not convert itself become local tensors on attribute access.
     if names := tuple(parameter for parameter in shardings if not rules.reads(parameter)):
-        read_locally(module, mesh, forwards, _names(shardings, summed=True), _names(shardings, addends=True), names)
+        summed, addends = _names(shardings, summed=True), _names(shardings, addends=True)
+        read_locally(module, mesh, forwards, summed, addends, names, shards_weights=state.shards_weights)
     if widths := split_widths(shardings.values(), state.axes):
         GroupedWidths(widths, mesh.tp_size).install(module, state.hooks)
     give_sizes(module, plan.local_sizes.get(name, {}))

@@ -110,9 +110,6 @@ class ActiveForwards(Shared):
 
     def run(self, forward: Callable[..., Any], module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
         """Calls a module's forward as an active one; without a context manager, which costs six Python calls."""
-        # Inside the model's own forward there is nothing to count.
-        if self.models:
-            return forward(module, *args, **kwargs)
         self._of_modules += 1
         try:
             return forward(module, *args, **kwargs)
@@ -137,7 +134,7 @@ class _Tracked:
 def _tracked_class(base: Any) -> type[nn.Module]:
     @wraps(base.forward)
     def forward(module: Any, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_dynamo_compiling():
+        if torch.compiler.is_dynamo_compiling() or module.forwards.models:
             return base.forward(module, *args, **kwargs)
         return module.forwards.run(base.forward, module, args, kwargs)
 
@@ -160,6 +157,8 @@ class LocalParameters:
     summed: frozenset[str]
     addends: frozenset[str]
     gradient_factor: float = 1.0
+    # Whether FSDP2 may shard the parameters between forwards (ZeRO stage 3).
+    shards_weights: bool = True
     # Parameter -> function of its local tensor that forwards read instead, such as adding an adapter's delta.
     changed: Mapping[str, Callable[[Tensor], Tensor]] = MappingProxyType({})
     _parameters: dict[str, Tensor]
@@ -178,7 +177,7 @@ def _reading(name: str) -> Callable[[LocalParameters], Tensor | None]:
                 "parametrized value would not be sharded like it. Change the weight itself, or train with tp_size=1."
             )
         parameter = module._parameters[name]
-        if is_sharded(parameter):
+        if module.shards_weights and is_sharded(parameter):
             # FSDP2 reads the parameter itself between forwards.
             return parameter
         forwards = module.forwards
@@ -207,9 +206,13 @@ def _local_class(base: Any, names: tuple[str, ...]) -> type[nn.Module]:
         if torch.compiler.is_dynamo_compiling():
             return base.forward(module, *args, **kwargs)
         # Calling a module directly is an active forward of that module, too.
+        forwards = module.forwards
+        # Inside the model's forward there is nothing to check or to count.
+        if forwards.models:
+            return base.forward(module, *args, **kwargs)
         if module.shard_name is not None:
-            module.forwards.require_full(module, module.shard_name)
-        return module.forwards.run(base.forward, module, args, kwargs)
+            forwards.require_full(module, module.shard_name)
+        return forwards.run(base.forward, module, args, kwargs)
 
     properties = {name: property(_reading(name)) for name in names}
     return type(
@@ -224,12 +227,15 @@ def read_locally(
     summed: frozenset[str],
     addends: frozenset[str] = frozenset(),
     names: tuple[str, ...] = (),
+    *,
+    shards_weights: bool = True,
 ) -> None:
     """Replaces attribute access to a module's parameters (by default all) by their local tensors in forwards."""
     names = names or tuple(name for name, parameter in module._parameters.items() if parameter is not None)
     module.mesh, module.forwards = mesh, forwards  # type: ignore[assignment]
     module.summed = summed  # type: ignore[assignment]
     module.addends = addends  # type: ignore[assignment]
+    module.shards_weights = shards_weights  # type: ignore[assignment]
     module.__class__ = _local_class(type(module), names)  # type: ignore[arg-type]
 
 
