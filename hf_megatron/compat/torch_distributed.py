@@ -26,7 +26,7 @@ def get_group_description(args: tuple) -> str:
     return ""
 
 
-def rank_and_size(group: Any) -> tuple[int, int]:
+def get_rank_and_size(group: Any) -> tuple[int, int]:
     """Returns this process's rank in a process group that it belongs to, and the number of ranks."""
     # The group's own methods: torch's functions compare the group with the default one in several Python calls.
     if torch.compiler.is_dynamo_compiling():

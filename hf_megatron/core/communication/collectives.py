@@ -26,7 +26,7 @@ from ...compat.torch_distributed import (
     all_gather_flat,
     all_reduce_,
     all_to_all_flat,
-    rank_and_size,
+    get_rank_and_size,
     reduce_scatter_flat,
     uses_gloo,
 )
@@ -53,7 +53,7 @@ def _pad(tensor: Tensor, dim: int, size: int) -> Tensor:
 
 def all_gather(tensor: Tensor, dim: int, size: int, group: dist.ProcessGroup) -> Tensor:
     """All-gathers the ranks' shards `[..., held, ...]` into `[..., size, ...]` along `dim`; not differentiable."""
-    _, ranks = rank_and_size(group)
+    _, ranks = get_rank_and_size(group)
     padded = -(-size // ranks)
     if padded * ranks == size:
         shard = tensor.contiguous()
@@ -72,7 +72,7 @@ def all_gather(tensor: Tensor, dim: int, size: int, group: dist.ProcessGroup) ->
 
 def reduce_scatter(tensor: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
     """Reduce-scatters `[..., size, ...]` into this rank's shard of `dim`; not differentiable."""
-    (rank, ranks), size = rank_and_size(group), tensor.shape[dim]
+    (rank, ranks), size = get_rank_and_size(group), tensor.shape[dim]
     held = -(-size // ranks)
     padded = tensor if held * ranks == size else _pad(tensor, dim, held * ranks)
     # `parts` stacks the shards along dim 0, [ranks * first dim of a shard, ...]: rank i receives the i-th of them.
@@ -98,7 +98,7 @@ def reduce_scatter(tensor: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor
 
 def take_shard(tensor: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
     """Returns this rank's shard of `dim` of `[..., size, ...]`, as a view."""
-    rank, ranks = rank_and_size(group)
+    rank, ranks = get_rank_and_size(group)
     start, stop = bounds(tensor.shape[dim], ranks, rank)
     return tensor.narrow(dim, start, stop - start)
 
