@@ -57,7 +57,8 @@ def make_buckets(
         slots = open_buckets.setdefault(key, [])
         # A slot takes `ceil(entries / ranks)` columns of the bucket's `[ranks, width]` buffer.
         start = slots[-1].start + slots[-1].width if slots else 0
-        slots.append(Slot(parameter, start, padded_shard_size(entries, sharing.shard_size), entries))
+        width = padded_shard_size(entries, sharing.shard_size)
+        slots.append(Slot(parameter, start, width, entries, is_even=entries == width * sharing.shard_size > 0))
         most = capacity
         if most is None:
             most = default_capacity(sharing.shard_size, dtype, pairwise=is_pairwise(sharing.shard_group))

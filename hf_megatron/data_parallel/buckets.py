@@ -32,9 +32,12 @@ def _make_factor(factor: float, device: torch.device) -> Tensor:
 
 
 @functools.lru_cache(maxsize=64)
-def _make_scalar(factor: float) -> Tensor:
-    """Returns a factor `()` that does not change the dtype of what it multiplies, on any device."""
-    return torch.tensor(factor, dtype=torch.float64)
+def _make_scalar(factor: float, dtype: torch.dtype) -> float | Tensor:
+    """Returns what multiplies tensors of a dtype on any device: a factor `()`, or a number that is not rounded to it.
+
+    Each product with a number first makes a tensor of it, which costs more than the product of a small gradient.
+    """
+    return torch.tensor(factor, dtype=dtype) if dtype in (torch.float32, torch.float64) else factor
 
 
 @dataclass
@@ -45,39 +48,40 @@ class Slot:
         start: first column.
         width: number of columns, `ceil(entries / ranks)`.
         entries: number of entries of the local parameter; the padding is in the last rows.
+        is_even: whether it has entries and no padding.
     """
 
     parameter: nn.Parameter
     start: int
     width: int
     entries: int
+    is_even: bool
 
     def scatter_into(self, columns: Tensor, local: Tensor, *, factor: float, add: bool) -> None:
         """Writes (or adds) `factor * local`, of any shape, into its columns `[ranks, width]` of the buffer.
 
         The padding after the last entry is not written.
         """
-        if self.entries == columns.numel():
-            # Without padding, the usual case; one view less, and no call.
-            pairs = ((columns, local.reshape(-1, self.width)),) if self.entries else ()
-        else:
-            pairs = zip(self.cut_columns(columns), self.cut(local.reshape(-1)), strict=True)
-        for written, part in pairs:
+        if self.is_even:
+            # The usual case, once per parameter in each backward: few views and no Python call.
+            part = local.reshape(-1, self.width)
+            if add:
+                columns.add_(part, alpha=factor)
+            elif factor != 1 and part.dtype is columns.dtype:
+                torch.mul(part, _make_scalar(factor, part.dtype), out=columns)
+            else:
+                _write(columns, part, factor)
+            return
+        for written, part in zip(self.cut_columns(columns), self.cut(local.reshape(-1)), strict=True):
             if add:
                 written.add_(part, alpha=factor)
-            elif factor == 1:
-                written.copy_(part)
-            elif part.dtype == written.dtype:
-                # A number would become a tensor in each call, which costs more than the product of a small gradient.
-                torch.mul(part, _make_scalar(factor), out=written)
             else:
-                # The product is computed in fp32: a half-precision one would be rounded before the cast.
-                torch.mul(part, _make_factor(factor, written.device), out=written)
+                _write(written, part, factor)
 
     def cut_columns(self, columns: Tensor) -> list[Tensor]:
         """Returns views without padding of its columns `[ranks, width]`: of full rows, and of the row after them."""
-        if self.entries == columns.numel():
-            return [columns] if self.entries else []
+        if self.is_even:
+            return [columns]
         full_rows, rest = divmod(self.entries, self.width) if self.width else (0, 0)
         return [columns[:full_rows]] * bool(full_rows) + [columns[full_rows, :rest]] * bool(rest)
 
@@ -91,6 +95,17 @@ class Slot:
         """Returns this rank's entries in its row `[width]`."""
         start, stop = owned_range(self.entries, ranks, rank)
         return row[self.start : self.start + stop - start]
+
+
+def _write(columns: Tensor, part: Tensor, factor: float) -> None:
+    """Writes `factor * part` into columns of its shape and any dtype."""
+    if factor == 1:
+        columns.copy_(part)
+    elif part.dtype == columns.dtype:
+        torch.mul(part, _make_scalar(factor, part.dtype), out=columns)
+    else:
+        # The product is computed in fp32: a half-precision one would be rounded before the cast.
+        torch.mul(part, _make_factor(factor, columns.device), out=columns)
 
 
 @dataclass
@@ -133,6 +148,9 @@ class Bucket:
             point-to-point reductions (gloo).
         flags (`Tensor`, *optional*): `[parameters]`, number of ranks with a gradient of each, until it is read.
         in_rows: whether the shard is a view of this rank's row, until new gradients are accumulated.
+        keys: the identities of the parameters, in the order of the slots.
+        owns_all_columns: whether this rank's row has no padding.
+        factor: scales a gradient before the reduction.
         written: indices of slots with gradients that are not reduced yet.
         arrived: indices of slots that received a gradient in the current backward.
         used: indices of slots whose parameter has a reduced gradient on any rank.
@@ -142,12 +160,12 @@ class Bucket:
         self.slots, self.sharing, self.dtype, self.device = slots, sharing, dtype, device
         self.ranks = sharing.shard_size
         self.width = slots[-1].start + slots[-1].width
-        # The identities of the parameters, in the order of the slots.
         self.keys = [id(slot.parameter) for slot in slots]
         # The reduction sums, so each rank scales by 1 / ranks to get the average.
         self.factor = 1 / sharing.divisor
         self._widths = [slot.width for slot in slots]
         self._owned = [_length(owned_range(slot.entries, self.ranks, sharing.shard_rank)) for slot in slots]
+        self.owns_all_columns = self._owned == self._widths
         self.rows: Tensor | None = None
         self.columns: tuple[Tensor, ...] | None = None
         self.shard: Tensor | None = None
@@ -190,7 +208,7 @@ class Bucket:
     def list_owned(self, row: Tensor) -> list[Tensor]:
         """Returns this rank's entries `[entries]` of each slot in its row `[width]` or longer."""
         parts = row[: self.width].split_with_sizes(self._widths)
-        if self._owned == self._widths:
+        if self.owns_all_columns:
             return list(parts)
         # The last ranks have padding.
         return [part[:length] for part, length in zip(parts, self._owned, strict=True)]

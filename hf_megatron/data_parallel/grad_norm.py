@@ -124,9 +124,30 @@ def has_finite_gradients(parameters: Iterable[Tensor]) -> bool:
     """
     parameters = list(parameters)
     listed = ListOfRanks(parameters, in_step=True)
-    total, *flags = _norm(listed, local_gradients(parameters), 2.0)[1].tolist()
+    total, *flags = _norm(listed, _list_for_check(parameters, listed.engines), 2.0)[1].tolist()
     listed.judge(flags)
     return math.isfinite(total)
+
+
+def _list_for_check(parameters: list[Tensor], engines: list[DataParallel]) -> dict[int, list[Tensor]]:
+    """Returns tensors that are finite if all gradients are, as `local_gradients`: one per bucket where that is enough.
+
+    Entries may count several times, or be those of parameters without a gradient, which are zeros.
+    """
+    ids, covered, shards = set(map(id, parameters)), set[int](), list[Tensor]()
+    for engine in engines:
+        if engine.reducer is None or ids.isdisjoint(engine.reducer.places):
+            continue
+        engine.reducer.finalize()
+        for bucket in engine.reducer.buckets:
+            # Padding has any values.
+            if bucket.owns_all_columns and ids.issuperset(bucket.keys):
+                covered.update(bucket.keys)
+                shards += [] if bucket.shard is None else [bucket.shard]
+    found = local_gradients([parameter for parameter in parameters if id(parameter) not in covered])
+    if shards:
+        found.setdefault(1, []).extend(shards)
+    return found
 
 
 def check_norm(norm: Tensor, error_if_nonfinite: bool) -> Tensor:

@@ -91,7 +91,7 @@ def _receive(bucket: Bucket, gather: AllGather, parts: list[Tensor]) -> None:
     received = [
         part
         for slot, columns in zip(bucket.slots, bucket.open_columns(), strict=False)
-        for part in ((columns,) if slot.entries == columns.numel() > 0 else slot.cut_columns(columns))
+        for part in ((columns,) if slot.is_even else slot.cut_columns(columns))
     ]
     if parts:
         torch._foreach_copy_(parts, received)
