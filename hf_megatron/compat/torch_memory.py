@@ -121,6 +121,22 @@ def from_host(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     return tensor.to(device, non_blocking=True)
 
 
+class LateCopy:
+    """Copy of a scalar to the host; only reading it waits, and only for what the device computed before the copy."""
+
+    def __init__(self, tensor: torch.Tensor):
+        self._copied = to_host(tensor)
+        self._event = None if tensor.device.type == "cpu" or is_fake(tensor) else torch.Event(tensor.device)
+        if self._event is not None:
+            self._event.record()
+
+    def read(self) -> float:
+        """Returns the value."""
+        if self._event is not None:
+            self._event.synchronize()
+        return float(self._copied)
+
+
 def check_soon(condition: torch.Tensor, error: Callable[[], Exception]) -> None:
     """Raises an error unless a scalar condition holds; on an accelerator, without synchronizing with it.
 

@@ -22,6 +22,7 @@ from ..core.off_stage import OffStageTensor, is_off_stage
 from ..errors import ConfigError, UnsupportedError
 from .combined_optimizers import COMBINED, find_parts, list_stepping
 from .engine import DataParallel, get_engine
+from .finite_verdict import FiniteVerdict, skips_on_device
 from .fsdp import reshard
 from .grad_norm import clip_grad_norm, has_finite_gradients
 from .grad_sync_groups import GradSyncGroup
@@ -38,7 +39,6 @@ class ShardedOptimizer:
     """State that `prepare_optimizer` attaches to an optimizer as `_hf_megatron`.
 
     Attributes:
-        step_was_skipped: whether the last step was skipped because a gradient was not finite.
         leaves: main params of this rank, in the order of the groups.
         holds_replaced: whether one of its parameters was replaced by one of another size.
         layer_wise (`LayerWiseStep`, *optional*): distributes full parameters over the ranks, for an optimizer that
@@ -48,9 +48,11 @@ class ShardedOptimizer:
     def __init__(self, optimizer: torch.optim.Optimizer, engine: DataParallel, *, layer_wise: bool = False):
         self.optimizer, self.engine = optimizer, engine
         self.layer_wise = LayerWiseStep(engine) if layer_wise else None
-        self.step_was_skipped = False
+        # Whether the gradients of the last step were finite.
+        self._was_finite: bool | FiniteVerdict = True
         self.holds_replaced = False
         self.leaves: list[MainParam] = []
+        self._class = type(optimizer)
         self._is_known = is_elementwise(type(optimizer)) or is_layer_wise(type(optimizer))
         self._used: GradStatus | None = None
         self._publishers: list[ParamAllGather] = []
@@ -71,6 +73,14 @@ class ShardedOptimizer:
         engine.add_optimizer(self)
         self._hook = optimizer.register_step_pre_hook(self._before_step)
         optimizer.register_step_post_hook(self._after_step)
+
+    @property
+    def step_was_skipped(self) -> bool:
+        """Whether the last step was skipped because a gradient was not finite.
+
+        Waits for the device if the optimizer took the verdict there.
+        """
+        return not self._was_finite
 
     def adopt(self, group: dict[str, Any]) -> None:
         """Creates the main params of a group's parameters."""
@@ -237,7 +247,8 @@ class ShardedOptimizer:
             reject_replaced(optimizer, _parameters(optimizer))
         engine.check_before_step()
         self._follow_parameters()
-        self.step_was_skipped = False
+        self._take_back_verdict()
+        self._was_finite = True
         grad_status = engine.step_status.gradients if engine.step_status.gradients is not self._used else GradStatus()
         limit = engine.config.gradient_clipping
         if limit is not None and not grad_status.clipped:
@@ -246,12 +257,18 @@ class ShardedOptimizer:
             clip_grad_norm(self._parameters_of_step(), limit if scale is None else limit * float(scale), in_step=True)
             grad_status = engine.step_status.gradients
         if not grad_status.scaled:
+            takes_verdict = self._takes_verdict()
             if grad_status.finite is None:
-                grad_status.finite = has_finite_gradients(self._parameters_of_step())
-            self.step_was_skipped = not grad_status.finite
-            engine.step_status.count(skipped=self.step_was_skipped)
+                grad_status.finite = has_finite_gradients(self._parameters_of_step(), may_wait=not takes_verdict)
+            if takes_verdict and isinstance(grad_status.finite, FiniteVerdict):
+                self._was_finite = grad_status.finite
+                engine.step_status.count_later(grad_status.finite)
+                optimizer.found_inf = grad_status.finite.found_inf  # type: ignore[attr-defined]
+            else:
+                self._was_finite = bool(grad_status.finite)
+                engine.step_status.count(skipped=not self._was_finite)
         self.collect()
-        if self.step_was_skipped:
+        if self._was_finite is False:
             # Main params without a gradient are not updated. The decision is the same on all ranks: it comes from the
             # gradient norm over all of them.
             for leaf in self.leaves:
@@ -265,6 +282,24 @@ class ShardedOptimizer:
         copy_overrides(optimizer, ((leaf.parameter, leaf.stepped) for leaf in self.leaves))
         self._enter(self._not_stepped())
 
+    def _takes_verdict(self) -> bool:
+        """Returns whether the optimizer skips a step on the device, so that the host need not know.
+
+        Identical on all ranks: they count skipped steps together.
+        """
+        return (
+            self.layer_wise is None
+            and not self.engine.callbacks.tell_skipped
+            and not self.engine.config.offload_optimizer
+            and skips_on_device(self.optimizer, self._class)
+        )
+
+    def _take_back_verdict(self) -> None:
+        # Also before a step: the one before may have raised. A loss scaler sets, and deletes, a tensor of its own.
+        verdict = self._was_finite
+        if isinstance(verdict, FiniteVerdict) and vars(self.optimizer).get("found_inf") is verdict.found_inf:
+            del self.optimizer.found_inf  # type: ignore[attr-defined]
+
     def _not_stepped(self) -> set[int]:
         """Returns the identities of main params that the optimizer must not see in this step.
 
@@ -273,7 +308,7 @@ class ShardedOptimizer:
         """
         if self._is_known:
             return set()
-        hidden = [leaf for leaf in self.leaves if self.step_was_skipped or leaf.full is not None]
+        hidden = [leaf for leaf in self.leaves if self._was_finite is False or leaf.full is not None]
         return {id(leaf.stepped) for leaf in hidden if leaf.stepped.grad is None}
 
     @torch.no_grad()
@@ -309,7 +344,9 @@ class ShardedOptimizer:
     @torch.no_grad()
     def _after_step(self, optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict[str, Any]) -> None:
         self._leave()
-        if self.step_was_skipped:
+        # After a step that was skipped on the device, what follows copies unchanged weights.
+        self._take_back_verdict()
+        if self._was_finite is False:
             for group, values in zip(optimizer.param_groups, self._unstepped, strict=True):
                 group.update(values)
             self._discard()

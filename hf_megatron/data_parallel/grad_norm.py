@@ -13,6 +13,7 @@ from ..core.communication.full_tensor import list_placed_gradients
 from ..core.off_stage import OffStageTensor
 from ..errors import ConfigError
 from .engine import DataParallel, get_engine
+from .finite_verdict import FiniteVerdict
 from .grad_reducer import GradientReducer
 from .model_parameters import MARK
 from .norm_checks import ListOfRanks, has_all, list_engines, pipelines
@@ -117,14 +118,20 @@ def gradient_norm(parameters: Iterable[Tensor], norm_type: float = 2.0) -> Tenso
     return norm
 
 
-def has_finite_gradients(parameters: Iterable[Tensor]) -> bool:
+def has_finite_gradients(parameters: Iterable[Tensor], *, may_wait: bool = True) -> bool | FiniteVerdict:
     """Returns whether all gradients of an optimizer's parameters are finite on all ranks; collective.
 
     The only place in a step where the host waits for the device: norm and flags are read together.
+
+    Args:
+        may_wait (`bool`, defaults to `True`): otherwise a verdict is returned, except in a pipeline, which has flags.
     """
     parameters = list(parameters)
     listed = ListOfRanks(parameters, in_step=True)
-    total, *flags = _norm(listed, _list_for_check(parameters, listed.engines), 2.0)[1].tolist()
+    reduced = _norm(listed, _list_for_check(parameters, listed.engines), 2.0)[1]
+    if not may_wait and not listed.flags:
+        return FiniteVerdict(reduced[0])
+    total, *flags = reduced.tolist()
     listed.judge(flags)
     return math.isfinite(total)
 
@@ -186,10 +193,11 @@ def clip_grad_norm(
     parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     listed, shares = ListOfRanks(parameters, in_step=in_step), local_gradients(parameters)
     norm, reduced = _norm(listed, shares, norm_type)
-    total, *flags = reduced.tolist()
-    is_replicated, is_finite = listed.judge(flags), math.isfinite(total)
+    # The host waits for the norm only if this call needs it: the step may leave the verdict on the device.
+    is_finite: bool | FiniteVerdict = FiniteVerdict(reduced[0])
+    is_replicated = listed.judge(reduced[1:].tolist()) if listed.flags else listed.is_complete
     if error_if_nonfinite:
-        _require_finite(is_finite)
+        _require_finite(bool(is_finite))
     for engine in listed.engines:
         engine.step_status.record_clipping(max_norm, is_finite=is_finite, is_replicated=is_replicated)
     _scale(shares, norm, max_norm)
@@ -201,7 +209,7 @@ def clip_with_norm(parameters: Tensor | Iterable[Tensor], max_norm: float, total
     parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     norm = total_norm.full_tensor() if isinstance(total_norm, DTensor) else torch.as_tensor(total_norm)
     engines = list_engines(parameters)
-    is_finite = bool(engines) and bool(torch.isfinite(norm))
+    is_finite = FiniteVerdict(norm)
     for engine in engines:
         # This rank's parameters do not show whether the other pipeline stages passed all of theirs.
         is_replicated = engine.state.cut is None and has_all(parameters, [engine])

@@ -76,6 +76,7 @@ class RouterBiases(Shared):
             module.register_forward_pre_hook(self._counting(name))
         engine.callbacks.on_stepped.append(self.update)
         engine.callbacks.on_discarded.append(self._clear)
+        engine.callbacks.tell_skipped = True
 
     def _counting(self, name: str) -> Any:
         tokens = self.tokens[name]

@@ -1,6 +1,7 @@
 """Tests of a non-finite gradient on one rank: all ranks skip the step and keep the optimizer state unchanged."""
 
 import types
+from contextlib import contextmanager, nullcontext
 
 import pytest
 import torch
@@ -9,8 +10,9 @@ import torch.distributed as dist
 from hf_megatron import MegatronConfig, NonFiniteGradientError, prepare_optimizer
 from hf_megatron.compat.torch_autograd import accumulator
 from hf_megatron.compat.torch_dtensor import local_tensor
+from hf_megatron.compat.torch_memory import LateCopy
 from hf_megatron.core.fork_harness import run_ranks
-from hf_megatron.data_parallel import grad_scaler
+from hf_megatron.data_parallel import finite_verdict, grad_scaler
 from hf_megatron.data_parallel.output_checks import skip_comparison
 from hf_megatron.parallelize import parallel_state
 from tests.helpers.dp_training import (
@@ -89,13 +91,29 @@ def are_states_equal(one, other):
     return len(one) == len(other) and all(a[:2] == b[:2] and equal(a[2], b[2]) for a, b in zip(one, other, strict=True))
 
 
+@contextmanager
+def without_reading():
+    """Rejects reads of a verdict inside that the device is computing; the one on an earlier step is known."""
+    init, read, made = LateCopy.__init__, LateCopy.read, []
+
+    def record(copy, tensor):
+        made.append(copy)
+        init(copy, tensor)
+
+    with pytest.MonkeyPatch.context() as patches:
+        patches.setattr(LateCopy, "__init__", record)
+        patches.setattr(LateCopy, "read", lambda copy: pytest.fail("the host waits") if copy in made else read(copy))
+        yield
+
+
+@pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("text", LAYOUTS)
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_all_ranks_skip_and_training_resumes(stories, text, value):
+def test_all_ranks_skip_and_training_resumes(stories, text, value, fused):
     """The run matches a single-process run without the bad batch."""
 
     def run(model):
-        optimizer = make_adamw(model)
+        optimizer = make_adamw(model, fused=fused)
         train(model, optimizer, 2)
         if parallel_state(model) is not None:
             engine, weights, state = (
@@ -106,7 +124,9 @@ def test_all_ranks_skip_and_training_resumes(stories, text, value):
             optimizer.zero_grad()
             loss = model(**shard_batch(model, make_batch(99))).loss
             (loss * value if dist.get_rank() == 1 else loss).backward()
-            optimizer.step()
+            with without_reading() if fused else nullcontext():
+                optimizer.step()
+            assert not hasattr(optimizer, "found_inf")
             assert optimizer._hf_megatron.step_was_skipped and engine.step_status.skipped_steps == 1
             assert parameters_unchanged(model, weights)
             assert are_states_equal(state, copy_optimizer_state(optimizer))
@@ -132,6 +152,85 @@ def test_one_nonfinite_entry_skips_all_ranks(stories, text):
         return skipped, parallel_state(model).data_parallel.step_status.skipped_steps
 
     assert run_ranks(on_rank, count_ranks(parse_layout(text))) == [(True, 1)] * count_ranks(parse_layout(text))
+
+
+@pytest.mark.parametrize("text", ["dp2", "tp2"])
+@pytest.mark.parametrize("optimizer_class", [torch.optim.SGD, torch.optim.Adagrad])
+def test_fused_optimizers_skip_on_the_device(stories, text, optimizer_class):
+    """Clipping leaves the verdict on the device, too."""
+
+    def run(model):
+        optimizer = prepare_optimizer(optimizer_class(model.parameters(), lr=1e-3, fused=True))
+        for step in range(3):
+            spoiled = parallel_state(model) is not None and step == 1
+            if not spoiled and step == 1:
+                continue
+            optimizer.zero_grad()
+            handle, before = spoil_gradient_entry(model, 1) if spoiled else None, clone_parameters(model)
+            with without_reading() if parallel_state(model) is not None else nullcontext():
+                backward(model, (2 * step, 2 * step + 1))
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+                optimizer.step()
+            if handle is not None:
+                handle.remove()
+            assert parameters_unchanged(model, before) == spoiled
+
+    assert measure_error(stories, run, parse_layout(text)) < LIMIT
+
+
+def test_momentum_is_not_left_to_the_device(stories):
+    """torch's fused SGD creates it uninitialized in a step that it skips."""
+
+    def run(model):
+        optimizer = prepare_optimizer(torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9, fused=True))
+        if parallel_state(model) is not None:
+            handle = spoil_gradient_entry(model, 1)
+            backward(model)
+            handle.remove()
+            optimizer.step()
+            assert optimizer._hf_megatron.step_was_skipped and not optimizer.state_dict()["state"]
+        train(model, optimizer, 2)
+
+    assert measure_error(stories, run, parse_layout("dp2")) < LIMIT
+
+
+def test_a_step_that_is_not_skipped_by_the_device_is_detected(stories, monkeypatch):
+    monkeypatch.setattr(finite_verdict.FiniteVerdict, "__init__", take_all_for_finite)
+
+    def on_rank():
+        model = load_model(stories, parse_layout("dp2"))
+        optimizer, before = make_adamw(model, fused=True), clone_parameters(model)
+        spoil_gradient_entry(model, rank=1)
+        backward(model)
+        optimizer.step()
+        return parameters_unchanged(model, before)
+
+    assert run_ranks(on_rank, 2) == [False, False]
+
+
+def take_all_for_finite(verdict, total):
+    verdict.found_inf = torch.zeros_like(total)
+    verdict._copy = LateCopy(verdict.found_inf)
+
+
+def test_too_many_steps_skipped_on_the_device_raise_in_the_next(stories):
+    config = MegatronConfig(**parse_layout("dp2").to_dict() | {"max_skipped_steps": 2})
+
+    def on_rank():
+        model = load_model(stories, config)
+        optimizer = make_adamw(model, fused=True)
+        spoil_gradient_entry(model, 1)
+        for _ in range(2):
+            optimizer.zero_grad()
+            backward(model)
+            optimizer.step()
+        optimizer.zero_grad()
+        backward(model)
+        with pytest.raises(NonFiniteGradientError, match="2 consecutive optimizer steps"):
+            optimizer.step()
+        return parallel_state(model).data_parallel.step_status.skipped_steps
+
+    assert run_ranks(on_rank, 2) == [2, 2]
 
 
 @pytest.mark.parametrize("text", ["dp2", "dp2+zero3"])
