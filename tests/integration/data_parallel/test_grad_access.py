@@ -386,7 +386,13 @@ def test_views_of_flat_weights_are_rejected(stories, layout):
         linear = nn.Linear(4, 4)
         with pytest.raises(UnsupportedError, match="plain parameter"):
             linear.weight.data = model.model.layers[0].mlp.up_proj.weight.data
-        weights[0].data = flat[: weights[0].numel()].view_as(weights[0]).clone()
+        copied = flat[: weights[0].numel()].view_as(weights[0]).clone()
+        weights[0].data = copied
+        # The shard is a copy, as docs/surface.md says.
+        with torch.no_grad():
+            weights[0].zero_()
+        assert copied.any()
+        weights[0].data = copied
         linear.weight.data = model.model.layers[0].mlp.up_proj.weight.full_tensor()
         return float(linear.weight.detach().norm()), float(weights[0].detach().norm())
 
