@@ -39,6 +39,11 @@ def uses_gloo(group: Any) -> bool:
     return (dist.get_backend(group) if torch.compiler.is_dynamo_compiling() else group.name()) == "gloo"
 
 
+def gathers_into_parts(group: Any) -> bool:
+    """Returns whether an all-gather may write into strided parts of its result: over gloo, outside of the compiler."""
+    return not torch.compiler.is_compiling() and group.name() == "gloo"
+
+
 # The collectives below call the methods of the process group. torch's functions for them cost up to 15 Python calls for
 # lookups of the group and for logging. Their options are not exported by `torch.distributed`.
 
@@ -78,6 +83,16 @@ def all_gather_flat(shard: torch.Tensor, group: Any, shape: tuple[int, ...] | No
     work = (getattr(group, "all_gather_single", None) or group._allgather_base)(parts, shard, options)
     if work is not None:
         work.wait()
+    return output
+
+
+def all_gather_into_parts(shard: torch.Tensor, dim: int, group: Any) -> torch.Tensor:
+    """All-gathers `[..., held, ...]` into `[..., ranks * held, ...]`, where `gathers_into_parts`."""
+    ranks, shape = group.size(), list(shard.shape)
+    shape[dim] *= ranks
+    output = shard.new_empty(shape)
+    parts, shard = (torch.view_as_real(output), torch.view_as_real(shard)) if shard.is_complex() else (output, shard)
+    group.allgather([list(parts.chunk(ranks, dim))], [shard]).wait()
     return output
 
 
