@@ -91,8 +91,10 @@ def all_gather_into_parts(shard: torch.Tensor, dim: int, group: Any) -> torch.Te
     ranks, shape = group.size(), list(shard.shape)
     shape[dim] *= ranks
     output = shard.new_empty(shape)
-    parts, shard = (torch.view_as_real(output), torch.view_as_real(shard)) if shard.is_complex() else (output, shard)
-    group.allgather([list(parts.chunk(ranks, dim))], [shard]).wait()
+    parts = list(output.chunk(ranks, dim))
+    if shard.is_complex():
+        parts, shard = [torch.view_as_real(part) for part in parts], torch.view_as_real(shard)
+    group.allgather([parts], [shard]).wait()
     return output
 
 

@@ -51,3 +51,29 @@ def _on_rank(name: str, size: int):
 def test_forward_and_backward(name, ranks):
     for size in (1, 5, 8):
         assert run_ranks(_on_rank, ranks, name, size) == [(True, True, True)] * ranks
+
+
+def _find_errors():
+    """Returns the cases (shape, dim, dtype) in which a result is wrong, or is a view."""
+    group, ranks = dist.group.WORLD, dist.get_world_size()
+    errors = []
+    for shape, dim in [((1, 8, 3), 1), ((2, 8, 3), 1), ((1, 7, 3), 1), ((8, 2, 3), 0), ((2, 3, 8), -1), ((0, 8, 3), 1)]:
+        for dtype in (torch.float32, torch.bfloat16, torch.complex64):
+            unsharded = torch.arange(float(torch.Size(shape).numel())).view(shape).to(dtype)
+            shard = c.take_shard(unsharded, dim, group)
+            gathered = c.all_gather(shard, dim, shape[dim], group)
+            reduced = c.reduce_scatter(unsharded, dim, group)
+            is_right = torch.equal(gathered, unsharded) and torch.equal(reduced, shard * ranks)
+            is_own = all(tensor._base is None and tensor.is_contiguous() for tensor in (gathered, reduced))
+            errors += [] if is_right and is_own else [(shape, dim, dtype)]
+    return errors
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("is_gloo", [True, False], ids=["gloo", "others"])
+def test_shapes(ranks, is_gloo, monkeypatch):
+    """gloo runs the collectives of other backends as well, so both branches are tested with values."""
+    if not is_gloo:
+        monkeypatch.setattr(c, "uses_gloo", lambda group: False)
+        monkeypatch.setattr(c, "gathers_into_parts", lambda group: False)
+    assert run_ranks(_find_errors, ranks) == [[]] * ranks
