@@ -10,8 +10,12 @@ from tests.helpers.python_calls import count_calls
 
 # Layout -> calls per layer of forward, backward and optimizer step, with a few calls of reserve.
 BOUNDS = {
-    "tp2": (MegatronConfig(tp_size=2), (450, 360, 440)),
-    "tp2+sp": (MegatronConfig(tp_size=2, sequence_parallel=True), (645, 590, 440)),
+    "tp2": (MegatronConfig(tp_size=2), (220, 42, 80)),
+    "tp2+sp": (MegatronConfig(tp_size=2, sequence_parallel=True), (243, 84, 80)),
+    "tp2+sp packed": (
+        MegatronConfig(tp_size=2, sequence_parallel=True, shard_saved_activations=True),
+        (343, 142, 80),
+    ),
     "dp2": (MegatronConfig(dp_size=2), (150, 125, 405)),
 }
 DEPTHS = (2, 6)
