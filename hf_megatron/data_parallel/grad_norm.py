@@ -44,7 +44,7 @@ def local_gradients(parameters: Iterable[Tensor]) -> dict[int, list[Tensor]]:
             continue
         engine = vars(parameter).get(MARK) or get_engine(parameter)
         reducer = None if engine is None else engine.reducer
-        if reducer is None or id(parameter) not in reducer.places:
+        if engine is None or reducer is None or id(parameter) not in reducer.places:
             others.append(parameter)
             continue
         if reducer not in gradients_of:
@@ -60,7 +60,7 @@ def local_gradients(parameters: Iterable[Tensor]) -> dict[int, list[Tensor]]:
         shares.setdefault(copies, []).append(gradient)
     placed = list_placed_gradients(others)
     for parameter, gradient, local in zip(others, placed, list_local_tensors(placed), strict=True):
-        if gradient is None or not local.numel():
+        if gradient is None or local is None or not local.numel():
             continue
         engine = vars(parameter).get(MARK)
         is_like = isinstance(gradient, DTensor) == isinstance(parameter, DTensor)

@@ -16,7 +16,7 @@ BOUNDS = {
         MegatronConfig(tp_size=2, sequence_parallel=True, shard_saved_activations=True),
         (343, 142, 80),
     ),
-    "dp2": (MegatronConfig(dp_size=2), (150, 125, 405)),
+    "dp2": (MegatronConfig(dp_size=2), (125, 45, 90)),
 }
 DEPTHS = (2, 6)
 
