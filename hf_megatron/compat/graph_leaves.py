@@ -6,7 +6,8 @@ accumulates into it in C++, and a hook of the leaf moves the gradient to the par
 """
 
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -18,8 +19,10 @@ from .torch_dtensor import dtensor_from_local, dtensor_local_view
 
 # Attribute of a parameter: its leaf.
 _LEAF = "_hf_megatron_leaf"
-# Attribute of a leaf: the parameter that it belongs to.
+# Attribute of a parameter and of all of its leaves, which graphs may hold: a weak reference to the parameter.
 _OWNER = "_hf_megatron_owner"
+# Attribute of a parameter: its version counter when its edits were last counted on the local tensor.
+_VERSION = "_hf_megatron_version"
 
 
 class _Reference:
@@ -53,24 +56,42 @@ def read_local(parameter: DTensor) -> Tensor:
         if type(local) is not Tensor:
             return dtensor_local_view(parameter)
         leaf = _make_leaf(parameter, local)
+    # An edit inside of the forward, by a hook, precedes what autograd saves from here on.
+    if parameter.__dict__.get(_VERSION) != parameter._version:
+        sync_versions([parameter])
     return leaf
+
+
+def sync_versions(parameters: Iterable[Any]) -> None:
+    """Counts edits of DTensors, of any shape, since the last call on their local tensors.
+
+    A DTensor counts edits on itself, while autograd saves its local tensor.
+    """
+    for parameter in parameters:
+        if isinstance(parameter, DTensor):
+            attributes, version = parameter.__dict__, parameter._version
+            if attributes.setdefault(_VERSION, version) != version:
+                attributes[_VERSION] = version
+                torch.autograd.graph.increment_version(parameter._local_tensor)
 
 
 def _make_leaf(parameter: DTensor, local: Tensor) -> Tensor:
     # Shares the memory and the version counter, so that autograd sees edits of the local tensor.
     leaf = local.detach().requires_grad_()
-    # Autograd keeps the hook where the garbage collector does not look.
-    owner = weakref.ref(parameter)
-    setattr(leaf, _OWNER, _Reference(owner))
+    owner = parameter.__dict__.get(_OWNER)
+    if owner is None or owner.value is None:
+        # Weak, as autograd keeps the hook where the garbage collector does not look.
+        owner = parameter.__dict__[_OWNER] = _Reference(weakref.ref(parameter))
+    setattr(leaf, _OWNER, owner)
     leaf.register_post_accumulate_grad_hook(partial(_on_accumulated, owner))
     parameter.__dict__[_LEAF] = _Reference(leaf)
     return leaf
 
 
-def _on_accumulated(owner: "weakref.ref[DTensor]", leaf: Tensor) -> None:
+def _on_accumulated(owner: _Reference, leaf: Tensor) -> None:
     """Moves the gradient that autograd has accumulated, of any shape, to the parameter, and calls its hooks."""
     gradient, leaf.grad = leaf.grad, None
-    parameter = owner()
+    parameter = owner.value()
     # A module's parameter may have been replaced since the forward.
     if parameter is None or gradient is None:
         return
@@ -108,13 +129,25 @@ def find_leaf(parameter: Any) -> Tensor | None:
     return None if reference is None else reference.value
 
 
-def release_leaf(parameter: Any) -> None:
-    """Drops a parameter's leaf, which refers to it weakly: `torch.utils.swap_tensors` rejects that.
+@contextmanager
+def released_leaf(parameter: Any) -> Iterator[None]:
+    """Drops a parameter's leaf, and inside the context the weak reference, which `torch.utils.swap_tensors` rejects.
 
-    A graph that holds the leaf keeps the reference, so that the swap still raises.
+    Leaves that graphs hold deliver their gradients to the same parameter afterwards.
     """
-    if isinstance(parameter, DTensor):
-        parameter.__dict__.pop(_LEAF, None)
+    attributes = parameter.__dict__ if isinstance(parameter, DTensor) else {}
+    attributes.pop(_LEAF, None)
+    owner = attributes.pop(_OWNER, None)
+    if owner is None:
+        yield
+        return
+    owner.value = None
+    try:
+        yield
+    finally:
+        owner.value = weakref.ref(parameter)
+        # The tensors' attributes were swapped, too.
+        parameter.__dict__[_OWNER] = owner
 
 
 def with_leaves(parameters: Iterable[Any]) -> list[Any]:

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ..compat.graph_leaves import sync_versions
 from ..compat.shared import Shared
 from ..compat.torch_autograd import is_functional, leave_uncompiled, left_inference_mode
 from ..compat.torch_dtensor import local_tensor
@@ -35,7 +36,7 @@ from .fsdp import no_sync
 from .fsdp_checks import FsdpGuards, reject_copy
 from .grad_reducer import GradientReducer
 from .grad_store import GradStore, PlainGradients
-from .inplace_edits import PartVersions, unedited
+from .inplace_edits import unedited
 from .model_parameters import MARK, REPLACED, ModelParameters
 from .module_checks import ModuleGuards
 from .optimizer_classes import steps_on_single_parameters
@@ -73,7 +74,6 @@ class DataParallel(Shared):
         self.has_replaced = False
         self._modules = ModuleGuards(model)
         self._fsdp = FsdpGuards(model) if state.shards_weights else None
-        self._part_versions = PartVersions()
         self._shared_batch = SharedBatch(state.mesh)
         # Forwards after which a script's collectives over the default group are looked for.
         self._watched_forwards = 3 if state.config.ranks_per_replica > 1 else 0
@@ -280,7 +280,7 @@ class DataParallel(Shared):
     def sync_user_edits(self) -> None:
         """Informs autograd about weights that were edited in place; called before a forward or backward."""
         if self._splits_weights and self._fsdp is None:
-            self._part_versions.follow(self.parameters.marked)
+            sync_versions(self.parameters.marked)
 
     def unedited(self) -> Callable[[], None]:
         """Returns a check that raises if a weight was edited in place since, on any pipeline stage."""

@@ -15,22 +15,6 @@ from ..compat.torch_dtensor import local_tensor
 from ..compat.torch_memory import check_soon
 
 
-class PartVersions:
-    """Propagates the version counters of DTensor weights to their local tensors."""
-
-    def __init__(self) -> None:
-        self._seen: dict[int, int] = {}
-
-    def follow(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Propagates edits of parameters of any shape since the last call; called before a forward or backward."""
-        for parameter in parameters:
-            if isinstance(parameter, DTensor):
-                version = parameter._version
-                if self._seen.setdefault(id(parameter), version) != version:
-                    self._seen[id(parameter)] = version
-                    torch.autograd.graph.increment_version(local_tensor(parameter))
-
-
 def unedited(parameters: Iterable[nn.Parameter]) -> Callable[[], None]:
     """Returns a function that raises `RuntimeError`, as torch does, if a parameter was edited in place meanwhile.
 

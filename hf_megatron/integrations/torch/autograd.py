@@ -131,14 +131,13 @@ def watch_retained_gradients() -> RetainedGradients:
 
 def swap_tensors(original: Callable, t1: Any, t2: Any) -> None:
     """Swaps two tensors, as casts of sharded weights do, and restores their autograd hooks."""
-    if RUNTIME.models:
-        from ...compat.graph_leaves import release_leaf
+    if not RUNTIME.models:
+        original(t1, t2)
+        return
+    from ...compat.graph_leaves import released_leaf
+    from ...compat.torch_autograd import restore_hooks
 
-        release_leaf(t1)
-        release_leaf(t2)
-    original(t1, t2)
-    if RUNTIME.models:
-        from ...compat.torch_autograd import restore_hooks
-
-        restore_hooks(t1)
-        restore_hooks(t2)
+    with released_leaf(t1), released_leaf(t2):
+        original(t1, t2)
+    restore_hooks(t1)
+    restore_hooks(t2)

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor, Replicate
 from torch.utils._pytree import tree_map_only
@@ -203,6 +203,18 @@ def _set_state(self: Any, state: Any) -> None:
         )
 
 
+def _copy_parameter(tensor: Any, memo: dict) -> Any:
+    """Deep copy of a tensor of any shape; without its gradient for a parameter, as `nn.Parameter` copies itself."""
+    gradient = tensor.grad if tensor.is_leaf and _is_own(tensor) and isinstance(tensor, nn.Parameter) else None
+    if gradient is None:
+        return Tensor.__deepcopy__(tensor, memo)
+    tensor.grad = None
+    try:
+        return Tensor.__deepcopy__(tensor, memo)
+    finally:
+        tensor.grad = gradient
+
+
 class TensorMethods:
     """Overrides of `torch.Tensor` methods for DTensors, until `remove()`."""
 
@@ -215,6 +227,7 @@ class TensorMethods:
             **{name: _on_full_model(name, _is_cut_by_two) for name in _RESHAPES},
             **{name: _on_full_model(name, _is_cut_twice) for name in _PARTS},
             "full_tensor": _full_tensor(DTensor.full_tensor),
+            "__deepcopy__": _copy_parameter,
             "data": property(Tensor.data.__get__, _assign),  # type: ignore[attr-defined]
             "__format__": _format,
             "tolist": _tolist,

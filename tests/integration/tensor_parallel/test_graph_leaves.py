@@ -99,6 +99,38 @@ def cast(model):
     model(**make_batch(1)).loss.backward()
 
 
+def cast_beside_graph(model):
+    """The loss of the last step, whose graph holds the leaves, is still referenced."""
+    loss = model(**make_batch(0)).loss
+    loss.backward()
+    model.double()
+    model.zero_grad()
+    model(**make_batch(1)).loss.backward()
+    assert loss.grad_fn is not None
+
+
+def clamp_in_hook(model):
+    """The forward computes with the clamped weight, so autograd must not take the edit for a later one."""
+
+    def clamp(module, args):
+        with torch.no_grad():
+            module.weight.clamp_(-0.02, 0.02)
+
+    for layer in model.model.layers:
+        layer.mlp.down_proj.register_forward_pre_hook(clamp)
+    backward_twice(model)
+
+
+def copied_after_backward(model):
+    """A copied parameter has no gradient, as in `nn.Parameter.__deepcopy__`."""
+    model(**make_batch(0)).loss.backward()
+    other = copy.deepcopy(model)
+    assert all(parameter.grad is not None for parameter in model.parameters())
+    other(**make_batch(1)).loss.backward()
+    for parameter, trained in zip(model.parameters(), other.parameters(), strict=True):
+        parameter.grad = trained.grad
+
+
 def copied(model):
     model(**make_batch(0)).loss.backward()
     model.zero_grad()
@@ -121,7 +153,10 @@ PATTERNS = [
     freeze_and_thaw,
     replace_memory,
     cast,
+    cast_beside_graph,
+    clamp_in_hook,
     copied,
+    copied_after_backward,
 ]
 
 
