@@ -73,7 +73,7 @@ class GatheredInput:
             or not torch.is_grad_enabled()
         ):
             return matmul(x, *args)
-        return self._inputs.saved.run(matmul, x, args, self._keep)
+        return self._inputs.saved.run(matmul, x, self._storage, args, self._keep)
 
     def _keep(self, dtype: torch.dtype, saved: Tensor) -> Packed:
         """Returns the packed form of a saved tensor: a view of the gathered one, or of a copy in another dtype."""

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...compat.torch_autograd import pack_saved, readable_saved
+from ...compat.torch_memory import storage_key
 from .saved_tensor_hooks import Packed, Remade, SavedInputs, Version
 
 _PRODUCT = "MulBackward0"
@@ -37,7 +38,7 @@ def run_recomputed(inputs: SavedInputs, matmul: Callable[[Tensor], Tensor], x: T
     def form(dtype: torch.dtype, saved: Tensor) -> Packed:
         return Remade(version, make, saved) if dtype == own_dtype else Remade(None, lambda: make().to(dtype), saved)
 
-    return inputs.run(matmul, x, (), form)
+    return inputs.run(matmul, x, storage_key(x), (), form)
 
 
 def _computing(node: Any) -> Callable[[], Tensor] | None:

@@ -112,20 +112,27 @@ class SavedInputs(Shared):
         self.by_node = nodes_can_pack()
 
     def run(
-        self, matmul: Callable[..., Tensor], x: Tensor, args: tuple, form: Callable[[torch.dtype, Tensor], Packed]
+        self,
+        matmul: Callable[..., Tensor],
+        x: Tensor,
+        storage: int,
+        args: tuple,
+        form: Callable[[torch.dtype, Tensor], Packed],
     ) -> Tensor:
         """Returns `matmul(x, *args)`, of any shape, and packs what it saves of `x`.
 
         Under autocast the input is a copy in the autocast dtype.
 
         Args:
+            storage (`int`): key of the storage of `x`.
             form: called with the input's dtype and the saved view of the input; returns its packed form.
         """
         read = x
         if torch.is_autocast_enabled(x.device.type) and x.is_floating_point() and x.dtype != torch.float64:
             # Cast here rather than inside the matmul, whose own copy would not be recognized.
             read = x.to(torch.get_autocast_dtype(x.device.type))
-        pack, storage = partial(form, read.dtype), storage_key(read)
+            storage = storage_key(read)
+        pack = partial(form, read.dtype)
         if not self.by_node:
             return _run_hooked(matmul, read, args, storage, pack)
         output = matmul(read, *args)
