@@ -150,6 +150,7 @@ class DataParallel(Shared):
             self._left_inference_mode.enter_context(left_inference_mode())
             split = self.parameters.split_by_fsdp(parameters)
             self._fsdp.check_forward(split, self.parameters.is_outside_fsdp)
+            self._fsdp.record_versions(self.identities.unsharded())
         self._modules.reject_embeddings(self.mesh, self.config.num_microbatches)
         # Autograd saves local tensors in this forward: their version counters must include earlier edits.
         self.sync_user_edits()
@@ -178,6 +179,8 @@ class DataParallel(Shared):
     def _end_forward(self, model: nn.Module, args: tuple, output: Any) -> None:
         self.forward_status.is_running = False
         self._left_inference_mode.close()
+        if self._fsdp is not None and output is not None:
+            self._fsdp.reject_edits(self.identities.unsharded())
 
     @leave_uncompiled
     def _watch_outputs(self, model: nn.Module, args: tuple, output: Any) -> Any:

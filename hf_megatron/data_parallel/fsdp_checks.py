@@ -1,7 +1,7 @@
 """Checks of training loops with ZeRO stage 3, whose weights are unsharded only during the model's forward."""
 
 import operator
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -146,6 +146,8 @@ class FsdpGuards:
     def __init__(self, model: nn.Module):
         self.model = model
         self._dtypes: list[torch.dtype] = []
+        # Version counters of the unsharded weights when the forward began.
+        self._versions: list[int] = []
         self.scan()
 
     def scan(self) -> None:
@@ -168,6 +170,22 @@ class FsdpGuards:
         if torch.is_grad_enabled():
             self._places.reject_added(is_known)
         self.check_dtypes(parameters)
+
+    def record_versions(self, unsharded: Sequence[torch.Tensor]) -> None:
+        """Records the versions of the unsharded weights, of any shape, when a forward begins."""
+        self._versions = [parameter._version for parameter in unsharded]
+
+    def reject_edits(self, unsharded: Sequence[torch.Tensor]) -> None:
+        """Raises `UnsupportedError` if a forward has edited unsharded weights, of any shape: FSDP2 discards them."""
+        versions = [parameter._version for parameter in unsharded]
+        # The first forward creates the unsharded weights, with equal versions.
+        before = self._versions or [min(versions, default=0)] * len(versions)
+        if versions != before:
+            edited = next(p for p, now, then in zip(unsharded, versions, before, strict=True) if now != then)
+            raise UnsupportedError(
+                f"A weight of shape {tuple(edited.shape)} was edited during the forward of a model with zero_stage=3, "
+                "where FSDP2 discards the edit. Edit weights between steps, or load the model with zero_stage=2."
+            )
 
     def check_dtypes(self, parameters: Iterable[nn.Parameter]) -> None:
         """Raises `UnsupportedError` if the parameters were cast since the first forward."""

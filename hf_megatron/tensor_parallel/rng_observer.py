@@ -1,6 +1,7 @@
 """Switching of RNG streams, left out in forwards that draw no random numbers."""
 
 import operator
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -15,6 +16,10 @@ from ..errors import UnsupportedError
 
 # Forwards without a draw after which the streams are not switched.
 _OBSERVED = 2
+# Parts of the names of attributes that turn draws on in stock modules.
+_RATES = ("drop", "jitter", "noise", "prob")
+# Packages whose modules and hooks draw as these attributes say.
+_KNOWN_PACKAGES = {"accelerate", "builtins", "hf_megatron", "liger_kernel", "peft", "torch", "transformers", "typing"}
 
 
 class DrawSettings:
@@ -27,6 +32,10 @@ class DrawSettings:
         self._hooks = [hooks for m in modules for hooks in (m._forward_hooks, m._forward_pre_hooks)]
         self._children, self._num_hooks = self._current_children(), list(map(len, self._hooks))
         owners = [(vars(module), _dropout_names(module)) for module in modules]
+        classes = {base for module in modules for base in type(module).__mro__ if base is not object}
+        functions = [hook for hooks in self._hooks for hook in hooks.values()]
+        # Code of a user may draw in some forwards only.
+        self.are_known = all(map(_is_known, [*classes, *functions])) and not any("forward" in vars(m) for m in modules)
         configs = {id(config): config for module in modules if (config := vars(module).get("config")) is not None}
         owners += [(vars(config), _dropout_names(config)) for config in configs.values()]
         self._watched = [(values, name) for values, names in owners for name in names]
@@ -46,9 +55,20 @@ class DrawSettings:
         return [values.get(name) for values, name in self._watched]
 
 
+def _is_known(value: Any) -> bool:
+    """Returns whether a class or function belongs to a package whose draws follow from its settings."""
+    while isinstance(value, partial):
+        value = value.func
+    return str(value.__module__).partition(".")[0] in _KNOWN_PACKAGES
+
+
 def _dropout_names(owner: Any) -> list[str]:
     """Returns the attributes of a module or config that may turn draws on."""
-    names = [name for name, value in vars(owner).items() if "drop" in name and isinstance(value, int | float)]
+    names = [
+        name
+        for name, value in vars(owner).items()
+        if isinstance(value, int | float) and any(part in name for part in _RATES)
+    ]
     names += ["p"] if isinstance(owner, _DropoutNd) else []
     return [*names, "training"] if names else []
 
@@ -57,8 +77,9 @@ class RngObserver(Shared):
     """Leaves out the switching of a model's RNG streams while its forwards draw nothing.
 
     Most models train without dropout, where reading and seeding the generator around each block would cost more than
-    the block's collectives. Forwards are compared by the state of the generator before and after. A pipeline's forward
-    restores the state after each microbatch, so it is not observed.
+    the block's collectives. Models with modules or hooks of a user always switch. Forwards are compared by the state of
+    the generator before and after. A pipeline's forward restores the state after each microbatch, so it is not
+    observed.
     """
 
     def __init__(self, rng: TensorParallelRng):
@@ -78,7 +99,7 @@ class RngObserver(Shared):
         if self._settings is None or self._settings.has_changed():
             self._settings, self._without_draws = DrawSettings(model), 0
         self._start = self.rng.get_signature()
-        self.rng.is_idle = self._without_draws >= _OBSERVED
+        self.rng.is_idle = self._without_draws >= _OBSERVED and self._settings.are_known
 
     def _leave(self, model: nn.Module, args: tuple, output: Any) -> None:
         # Recomputation in backward, and layers that are called alone, switch the streams.

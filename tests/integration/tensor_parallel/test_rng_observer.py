@@ -5,10 +5,12 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM
 
+import hf_megatron
 from hf_megatron import MegatronConfig
 from hf_megatron.core.communication.rng import TensorParallelRng
 from hf_megatron.core.fork_harness import run_ranks
 from hf_megatron.errors import UnsupportedError
+from hf_megatron.tensor_parallel import rng_observer
 from tests.helpers.training import make_batch
 
 LAYOUTS = {
@@ -81,7 +83,7 @@ def test_streams_are_not_switched_where_nothing_draws(tiny, layout):
 
 
 class Noisy(nn.Module):
-    """Activation that draws without a setting that a module or config shows."""
+    """Activation that draws in some forwards only."""
 
     def __init__(self, inner):
         super().__init__()
@@ -92,27 +94,40 @@ class Noisy(nn.Module):
         return self.inner(hidden) if noise == 0 else self.inner(hidden) + noise * torch.rand_like(hidden)
 
 
-def draw_without_setting(path, layout):
-    import hf_megatron
-
-    model = AutoModelForCausalLM.from_pretrained(path).train()
-    del model
+def draw_without_setting(path, layout, is_fault):
+    """Returns what each rank draws in the first forward that draws, after forwards that did not."""
+    if is_fault:
+        rng_observer._is_known = lambda value: True
     model = load(path, layout)
     activations = [hf_megatron.shard_safe(Noisy(layer.mlp.act_fn)) for layer in model.model.layers]
     for layer, activation in zip(model.model.layers, activations, strict=True):
         layer.mlp.act_fn = activation
+    drawn = []
+    activations[0].register_forward_hook(
+        hf_megatron.shard_safe(lambda module, args, output: drawn.append(output - module.inner(args[0])))
+    )
     for _ in range(4):
         model(**make_batch(0)).loss.backward()
     for activation in activations:
         activation.options["noise"] = 0.1
-    with pytest.raises(UnsupportedError, match="drew random numbers without a dropout setting"):
-        model(**make_batch(0))
-    # The advice: call the model again. Ranks then draw for their own features.
-    drawn = []
-    activations[0].register_forward_hook(hf_megatron.shard_safe(lambda module, args, output: drawn.append(output)))
+    if is_fault:
+        with pytest.raises(UnsupportedError, match="drew random numbers without a dropout setting"):
+            model(**make_batch(0))
+        # The ranks have drawn equal numbers for different features. The advice: call the model again.
+        equal = drawn[-1].detach()
+        model(**make_batch(0)).loss.backward()
+        return equal, drawn[-1].detach()
     model(**make_batch(0)).loss.backward()
-    return drawn[0].detach()
+    return drawn[-1].detach()
+
+
+def test_modules_of_users_always_draw_for_their_rank(tiny):
+    first, second = run_ranks(draw_without_setting, 2, tiny, "tp2", False)
+    assert first.abs().max() > 0.05 and (first - second).abs().max() > 0.05
 
 
 def test_draws_without_a_setting_are_rejected_once(tiny):
-    run_ranks(draw_without_setting, 2, tiny, "tp2")
+    """The fault takes the module of a user for a known one, which draws without a setting that can be read."""
+    (equal, first), (also_equal, second) = run_ranks(draw_without_setting, 2, tiny, "tp2", True)
+    assert (equal - also_equal).abs().max() < 1e-6
+    assert first.abs().max() > 0.05 and (first - second).abs().max() > 0.05
