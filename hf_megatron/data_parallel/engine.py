@@ -172,9 +172,13 @@ class DataParallel(Shared):
         if not self.mesh.reduces_gradients:
             return None
         self.forward_status.begin(self._modules.forward_hooks())
-        # The reducer registers one hook per parameter; any other one is the user's.
-        reject_hooks(parameters, 0 if self.reducer is None else 1, self.parameters.name)
+        self.reject_gradient_hooks()
         return with_trained_inputs(args, kwargs, self.mesh.dp_size, lambda leaf: get_engine(leaf) is self)
+
+    def reject_gradient_hooks(self) -> None:
+        """Raises `UnsupportedError` for a user's hook on a gradient that is not reduced yet when it runs."""
+        # The reducer registers one hook per parameter; any other one is the user's.
+        reject_hooks(self.parameters.marked, 0 if self.reducer is None else 1, self.parameters.name)
 
     def _end_forward(self, model: nn.Module, args: tuple, output: Any) -> None:
         self.forward_status.is_running = False
@@ -405,6 +409,8 @@ def _pass() -> None:
 def _begin_backward(engine: "weakref.ref[DataParallel]", require_unedited: Callable[[], None]) -> None:
     require_unedited()
     if (alive := engine()) is not None:
+        # Again: hooks may have been registered since the forward.
+        alive.reject_gradient_hooks()
         alive.begin_backward()
 
 

@@ -139,6 +139,8 @@ class Pipeline(Shared):
             wants_weights (`bool`): whether it asks for gradients of parameters.
             is_direct (`bool`): whether the gradients were accumulated before the backward.
         """
+        # Again: hooks may have been registered since the forward.
+        self.gradient_store()
         if not accumulates and (is_direct or (wants_weights and self.engine.reducer is not None)):
             reason = (
                 "have been accumulated already. Call loss.backward(), or do not announce the scale of the loss."

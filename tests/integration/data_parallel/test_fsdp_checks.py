@@ -58,6 +58,26 @@ def cast_after_forward(loop):
     loop.step(1)
 
 
+def clamp_in_forward(loop):
+    """A hook of the user edits the unsharded weight, in the first forward."""
+    layer = loop.model.model.layers[0].mlp.down_proj
+
+    def clamp(module, args):
+        with torch.no_grad():
+            module.weight.clamp_(-0.01, 0.01)
+
+    hook = layer.register_forward_pre_hook(clamp)
+    try:
+        loop.step(0)
+    finally:
+        hook.remove()
+
+
+def clamp_in_later_forward(loop):
+    loop.step(0)
+    clamp_in_forward(loop)
+
+
 # Order matters: the first pattern needs a model before its first forward, the last one makes the model unusable.
 LOOP_PATTERNS = {
     function.__name__: function
@@ -68,6 +88,8 @@ LOOP_PATTERNS = {
         call_mlp,
         call_base_model,
         call_layer,
+        clamp_in_forward,
+        clamp_in_later_forward,
         cast_after_forward,
     )
 }
@@ -87,6 +109,8 @@ def runs(tiny):
         ("call_head", "lm_head "),
         ("call_mlp", "model.layers.0.mlp.gate_proj "),
         ("call_base_model", "model.embed_tokens "),
+        ("clamp_in_forward", "was edited during the forward of a model with zero_stage=3"),
+        ("clamp_in_later_forward", "was edited during the forward of a model with zero_stage=3"),
         ("cast_after_forward", "was cast after its first forward"),
     ],
 )

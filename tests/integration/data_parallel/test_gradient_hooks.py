@@ -6,6 +6,7 @@ from transformers import AutoModelForCausalLM
 
 from hf_megatron import prepare_optimizer
 from hf_megatron.core.fork_harness import run_ranks
+from hf_megatron.errors import UnsupportedError
 from tests.helpers.dp_training import parse_layout
 from tests.helpers.training import gather_full_tensors, make_batch
 
@@ -62,3 +63,21 @@ def test_hook_acts_once_on_accumulated_gradient(tiny, parts, hook, factors, earl
     assert (gradient - expected).norm() < 0.01 * expected.norm()
     # Updated weights are rounded to bfloat16.
     assert torch.dot(update, expected) == pytest.approx(float(torch.dot(expected, expected)), rel=0.02)
+
+
+def hook_after_forward(path, config):
+    model = AutoModelForCausalLM.from_pretrained(path, megatron_config=config).train()
+    loss = model(**make_batch(0)).loss
+    weight = model.model.norm.weight
+    handle = weight.register_hook(lambda gradient: gradient * 2)
+    with pytest.raises(UnsupportedError, match="A hook on the gradient of model.norm.weight"):
+        loss.backward()
+    assert all(parameter.grad is None for parameter in model.parameters())
+    handle.remove()
+    model(**make_batch(0)).loss.backward()
+
+
+@pytest.mark.parametrize("layout", ["dp2", "cp2", "dp2+zero3"])
+def test_hooks_after_the_forward_are_rejected(tiny, layout):
+    """They would see gradients that are not reduced, as those that are registered before."""
+    run_ranks(hook_after_forward, 2, tiny, parse_layout(layout))

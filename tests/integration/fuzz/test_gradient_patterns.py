@@ -396,6 +396,17 @@ def squares_gradients_in_hooks(loop):
     loop.optimizer.step()
 
 
+@partial("Hooks on the gradients of parameters")
+def scales_gradients_in_late_hooks(loop):
+    """The hooks are registered between forward and backward."""
+    loss = loop.loss(0)
+    with contextlib.ExitStack() as hooks:
+        for parameter in loop.model.parameters():
+            hooks.enter_context(parameter.register_hook(lambda gradient: gradient * 2))
+        loss.backward()
+    loop.optimizer.step()
+
+
 @partial("A hook on the gradient of")
 def steps_in_hooks(loop):
     def step(parameter):
