@@ -107,6 +107,7 @@ EXIT_ORDER = (
     "forward input",
     "dynamic rope",
     "router padding",
+    "rng",  # whether the forward drew random numbers
 )
 
 # Order of the hooks on one submodule, where several features have some.

@@ -29,6 +29,25 @@ def find_unsharded(states: Iterable[Any]) -> list[torch.Tensor]:
     return [unsharded for unsharded in found if unsharded is not None]
 
 
+def has_unsharded_gradients(states: Iterable[Any]) -> bool:
+    """Returns whether FSDP2 holds gradients that a backward without reduction has accumulated."""
+    return any(
+        sharded.unsharded_accumulated_grad is not None or unsharded.grad is not None
+        for sharded in states
+        if (unsharded := vars(sharded).get("_unsharded_param")) is not None
+    )
+
+
+def discard_unsharded_gradients(states: Iterable[Any], parameters: Iterable[torch.Tensor] | None = None) -> None:
+    """Discards the accumulated, not reduced gradients of parameters of any shape, by default of all."""
+    identities = None if parameters is None else set(map(id, parameters))
+    for sharded in states:
+        if identities is None or id(sharded.sharded_param) in identities:
+            sharded.unsharded_accumulated_grad = None
+            if (unsharded := vars(sharded).get("_unsharded_param")) is not None:
+                unsharded.grad = None
+
+
 # Attribute of a parameter sharded by FSDP2: FSDP2's state of it.
 _UNIT = "_hf_megatron_unit"
 

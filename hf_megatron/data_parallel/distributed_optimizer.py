@@ -402,6 +402,7 @@ class ShardedOptimizer:
         leaves = [leaf for leaf in self.leaves if id(leaf.parameter) in present]
         if set_to_none and self.engine.reducer is not None:
             self.engine.reducer.discard([leaf.parameter for leaf in leaves])
+        self.engine.discard_unsharded_gradients(leaf.parameter for leaf in leaves)
         if set_to_none:
             for parameter in listed:
                 if isinstance(parameter, OffStageTensor):

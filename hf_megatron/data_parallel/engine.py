@@ -3,7 +3,7 @@
 import copy
 import types
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -16,7 +16,7 @@ from ..compat.graph_leaves import sync_versions
 from ..compat.shared import Shared
 from ..compat.torch_autograd import is_functional, leave_uncompiled, left_inference_mode
 from ..compat.torch_dtensor import local_tensor
-from ..compat.torch_fsdp import find_units
+from ..compat.torch_fsdp import discard_unsharded_gradients, find_units, has_unsharded_gradients
 from ..config import MegatronConfig
 from ..core.mesh import ParallelMesh
 from ..core.off_stage import is_off_stage, local_named_parameters
@@ -304,6 +304,19 @@ class DataParallel(Shared):
 
     # Gradients
 
+    def discard_unsharded_gradients(self, parameters: Iterable[Tensor] | None = None) -> None:
+        """Discards gradients, of any shape, that FSDP2 accumulates inside `no_sync` and `.grad` does not show."""
+        if self._fsdp is not None:
+            discard_unsharded_gradients(self.identities.sharded_states(), parameters)
+
+    def require_reduced(self) -> None:
+        """Raises `UnsupportedError` if FSDP2 has accumulated gradients that are not reduced, as inside `no_sync`."""
+        if self._fsdp is not None and has_unsharded_gradients(self.identities.sharded_states()):
+            raise UnsupportedError(
+                "Gradients of a model with zero_stage=3 were read or clipped inside no_sync(), where they are not "
+                "reduced. Read them after the last backward of the step, or load the model with zero_stage=2."
+            )
+
     def any_trained_parameter(self) -> nn.Parameter | None:
         """Returns one of this rank's trained parameters, of any shape."""
         return next((parameter for parameter in self.parameters.marked if parameter.requires_grad), None)
@@ -428,6 +441,7 @@ def _zero_grad(model: Any, set_to_none: bool = True) -> None:
     if engine.model is model:
         if set_to_none and engine.reducer is not None:
             engine.reducer.discard()
+        engine.discard_unsharded_gradients()
         for cleared in (*engine.callbacks.on_cleared, *engine.callbacks.on_discarded):
             cleared()
 

@@ -112,6 +112,8 @@ def gradient_norm(parameters: Iterable[Tensor], norm_type: float = 2.0) -> Tenso
     """
     parameters = list(parameters)
     listed = ListOfRanks(parameters)
+    for engine in listed.engines:
+        engine.require_reduced()
     norm, reduced = _norm(listed, local_gradients(parameters), norm_type)
     if listed.flags:
         listed.judge(reduced[1:].tolist())
@@ -191,7 +193,10 @@ def clip_grad_norm(
     if norm_type < 1:
         raise ConfigError(f"clip_grad_norm: norm_type = {norm_type}; expected 1 or more, or infinity.")
     parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-    listed, shares = ListOfRanks(parameters, in_step=in_step), local_gradients(parameters)
+    listed = ListOfRanks(parameters, in_step=in_step)
+    for engine in listed.engines:
+        engine.require_reduced()
+    shares = local_gradients(parameters)
     norm, reduced = _norm(listed, shares, norm_type)
     # The host waits for the norm only if this call needs it: the step may leave the verdict on the device.
     is_finite: bool | FiniteVerdict = FiniteVerdict(reduced[0])

@@ -49,6 +49,11 @@ class ParameterIdentities(Shared):
         self._update()
         return find_unsharded(self._sharded)
 
+    def sharded_states(self) -> list[Any]:
+        """Returns FSDP2's states of the parameters that it shards."""
+        self._update()
+        return self._sharded
+
     def _update(self) -> list[Any]:
         """Collects the identities again if they changed; returns the parameters of all modules, with repetitions."""
         children = list(chain.from_iterable(map(dict.values, self._children)))

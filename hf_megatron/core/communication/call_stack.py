@@ -1,6 +1,7 @@
 """Descriptions of Python stacks: the collective that a stack waits in, and the line of user code that led to it."""
 
 import os
+import re
 import sys
 import traceback
 from types import FrameType, TracebackType
@@ -10,6 +11,8 @@ import torch.distributed as dist
 from ...compat.torch_distributed import group_description
 
 _COMMUNICATION = ("torch.distributed", "hf_megatron.core.communication", "hf_megatron.compat.torch_distributed")
+_AUTOGRAD = "hf_megatron.compat.torch_autograd"
+_SUFFIXES = re.compile("(_flat|_into_parts|_started|_)$")
 _PIPELINE = ("hf_megatron.pipeline_parallel.p2p", "hf_megatron.pipeline_parallel.tied_weight_grads")
 # Modules that block on a message from another rank, including those that call point-to-point operations.
 _WAITING = (
@@ -58,13 +61,14 @@ def operation(frames: list[FrameType]) -> str | None:
     if not frames or not is_in_packages(frames[inner], _COMMUNICATION):
         return None
     outer = inner
-    while outer < len(frames) and is_in_packages(frames[outer], (*_COMMUNICATION, "torch")):
+    while outer < len(frames) and is_in_packages(frames[outer], (*_COMMUNICATION, "torch", _AUTOGRAD)):
         outer += 1
     run = [frame for frame in frames[inner:outer] if is_in_packages(frame, _COMMUNICATION)]
     calls = [
         frame for frame in run if is_in_packages(frame, ("torch.distributed",)) and frame.f_code.co_name != "wrapper"
     ]
-    name = _name(calls[-1] if calls else run[0])
+    # This library's functions for collectives, such as `all_reduce_`, are named like torch's.
+    name = _name(calls[-1]) if calls else _SUFFIXES.sub("", _name(run[0]))
     groups = [group_description(frame.f_locals.get("group")) for frame in run]
     group = next((description for description in groups if description), None)
     over = f" over {group}" if group else ""

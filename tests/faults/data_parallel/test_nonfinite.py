@@ -6,8 +6,10 @@ from contextlib import contextmanager, nullcontext
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
 from hf_megatron import MegatronConfig, NonFiniteGradientError, prepare_optimizer
+from hf_megatron.compat.graph_leaves import read_local
 from hf_megatron.compat.torch_autograd import accumulator
 from hf_megatron.compat.torch_dtensor import local_tensor
 from hf_megatron.compat.torch_memory import LateCopy
@@ -71,7 +73,9 @@ def spoil_gradient_entry(model, rank, value=float("inf")):
     if parallel_state(model).shards_weights:
         # FSDP2 computes with unsharded tensors, not with the parameters themselves.
         return layer.register_forward_hook(spoil_output)
-    model.spoiled = SpoilHandle(accumulator(layer.weight), lambda gradients: (spoil(gradients[0]),))
+    # Forwards differentiate a plain leaf that shares the memory of a sharded weight.
+    leaf = read_local(layer.weight) if isinstance(layer.weight, DTensor) else layer.weight
+    model.spoiled = SpoilHandle(accumulator(leaf), lambda gradients: (spoil(gradients[0]),))
     return model.spoiled
 
 

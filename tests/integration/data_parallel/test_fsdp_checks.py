@@ -1,5 +1,7 @@
 """Tests of ZeRO-3: weights are full only within the model's forward, and FSDP2 allocates its buffers once."""
 
+import contextlib
+
 import pytest
 import torch
 
@@ -120,3 +122,44 @@ def test_unsupported_calls_are_rejected(runs, loop_pattern, match, text):
 
 def test_layer_call_gathers_its_weights(runs):
     runs.compare("dp2+zero3", "call_layer")
+
+
+def accumulate(loop, between):
+    """Accumulates two microbatches; `between` runs after the first."""
+    # A single process has no gradients to reduce.
+    with getattr(loop.model, "no_sync", contextlib.nullcontext)():
+        (loop.loss(0) / 2).backward()
+        between()
+    (loop.loss(1) / 2).backward()
+    loop.see_gradients("of the second microbatch")
+    loop.optimizer.step()
+    loop.optimizer.zero_grad()
+
+
+def discard_by_optimizer(loop):
+    accumulate(loop, loop.optimizer.zero_grad)
+
+
+def discard_by_model(loop):
+    accumulate(loop, loop.model.zero_grad)
+
+
+def clip_between(loop):
+    accumulate(loop, lambda: torch.nn.utils.clip_grad_norm_(loop.model.parameters(), 1.0))
+
+
+ACCUMULATIONS = {f.__name__: f for f in (discard_by_optimizer, discard_by_model, clip_between)}
+
+
+@pytest.fixture(scope="module")
+def accumulations(tiny):
+    return PatternRuns(tiny, ACCUMULATIONS)
+
+
+@pytest.mark.parametrize("name", ["discard_by_optimizer", "discard_by_model"])
+def test_gradients_are_discarded_inside_no_sync(accumulations, name):
+    accumulations.compare("dp2+zero3", name)
+
+
+def test_clipping_inside_no_sync_is_rejected(accumulations):
+    accumulations.refused("dp2+zero3", "clip_between", "inside no_sync")

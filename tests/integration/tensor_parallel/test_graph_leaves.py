@@ -246,3 +246,17 @@ def edit_between(path, config):
 @pytest.mark.parametrize("layout", [None, *LAYOUTS])
 def test_edit_between_forward_and_backward_is_noticed(tiny, layout):
     run_ranks(edit_between, 1 if layout is None else 2, tiny, layout and LAYOUTS[layout])
+
+
+def hook_on_node(path):
+    """docs/surface.md lists that such hooks are not called."""
+    model = AutoModelForCausalLM.from_pretrained(path, megatron_config=LAYOUTS["tp2"]).train()
+    weight, calls = model.model.norm.weight, []
+    node = weight.expand_as(weight).grad_fn.next_functions[0][0]
+    node.register_hook(lambda *gradients: calls.append(1))
+    model(**make_batch(0)).loss.backward()
+    assert not calls and weight.grad is not None
+
+
+def test_hooks_on_accumulator_nodes_are_not_called(tiny):
+    run_ranks(hook_on_node, 2, tiny)
