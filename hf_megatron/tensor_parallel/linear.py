@@ -8,7 +8,9 @@ from collections.abc import Callable
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
+from ..compat.graph_leaves import read_local
 from ..core.communication.collectives import copy_to_ranks, gather_from_ranks, reduce_from_ranks, split_over_ranks
 from ..core.communication.rng import TensorParallelRng
 from ..core.mesh import ParallelMesh
@@ -48,15 +50,18 @@ class ParallelLinear(nn.Linear):
         # Inside the model's forward there is nothing to check.
         if not self.forwards.models:
             self.forwards.require_full(self, self.shard_name)
-        # Key/value heads fewer than ranks: the gradient is summed over the ranks that hold the same heads.
-        weight = weight_in_use(self, self.copies_group if self.copies > 1 else None)
+        parameter = self._parameters.get("weight")
+        if self.copies == 1 and self.weight_update is None and isinstance(parameter, DTensor):
+            # The usual case, with one call for each of the seven linears of a layer.
+            weight = read_local(parameter)
+        else:
+            # Key/value heads fewer than ranks: the gradient is summed over the ranks that hold the same heads.
+            weight = weight_in_use(self, self.copies_group)
         return F.linear(x, weight.t() if self.weight_dim_out == 1 else weight, bias)
 
     def local_bias(self, group: dist.ProcessGroup | None) -> Tensor | None:
         """Returns this rank's bias `[local out]`, differentiable; `group` is the ranks to sum its gradient over."""
-        # Past `Module.__getattr__`, as most linears have none; a parametrized bias is an attribute only.
-        bias = self._parameters["bias"] if "bias" in self._parameters else self.bias  # noqa: SIM401
-        return None if bias is None else local_view(bias, group)
+        return None if self.bias is None else local_view(self.bias, group)
 
 
 class ColumnParallelLinear(ParallelLinear):
@@ -68,19 +73,22 @@ class ColumnParallelLinear(ParallelLinear):
     gather_output: bool = False
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.region is None:
+        region = self.region
+        # Most linears have none, which `Module.__getattr__` would look up.
+        bias = None if self._parameters.get("bias", self) is None else self.local_bias(self.copies_group)
+        if region is None:
             # Input replicated on all ranks; its gradient is partial on each, hence all-reduced.
-            x = copy_to_ranks(x, self.group)
-            y = self.matmul(x, self.local_bias(self.copies_group))
-        else:
+            y = self.matmul(copy_to_ranks(x, self.group), bias)
+        elif region.gathered is None:
             # The region has copied or gathered the input once for all column-parallel linears of the block.
-            gathered, bias = self.region.gathered, self.local_bias(self.copies_group)
+            y = self.matmul(x, bias)
+        else:
             # Saves the shard of a gathered input for backward.
-            y = self.matmul(x, bias) if gathered is None else gathered.run(self.matmul, x, bias)
+            y = region.gathered.run(self.matmul, x, bias)
         if self.gather_output:
             # [..., out_features / tp] -> [..., out_features]
             return gather_from_ranks(y, -1, self.out_features, self.group)
-        if self.training:
+        if self.training and not self.rng.is_idle:
             # The output differs between ranks: dropout until the row-parallel linear draws from the local RNG state.
             self.rng.use_local_rng()
         return y
@@ -108,5 +116,7 @@ class RowParallelLinear(ParallelLinear):
             # All-reduce, or with a sharded sequence reduce-scatter to [batch, sequence / tp, out_features].
             y = self.region.leave(y)
         # With a sharded sequence the replicated bias meets local tokens only: its gradient is summed over tp.
+        if self._parameters.get("bias", self) is None:
+            return y
         bias = self.local_bias(self.group if self.sum_bias_gradient else None)
         return y if bias is None else y + bias
