@@ -146,8 +146,8 @@ class FsdpGuards:
     def __init__(self, model: nn.Module):
         self.model = model
         self._dtypes: list[torch.dtype] = []
-        # Version counters of the unsharded weights when the forward began.
-        self._versions: list[int] = []
+        # Identity of each unsharded weight -> its version counter when the forward began.
+        self._versions: dict[int, int] = {}
         self.scan()
 
     def scan(self) -> None:
@@ -173,19 +173,20 @@ class FsdpGuards:
 
     def record_versions(self, unsharded: Sequence[torch.Tensor]) -> None:
         """Records the versions of the unsharded weights, of any shape, when a forward begins."""
-        self._versions = [parameter._version for parameter in unsharded]
+        self._versions = {id(parameter): parameter._version for parameter in unsharded}
 
     def reject_edits(self, unsharded: Sequence[torch.Tensor]) -> None:
         """Raises `UnsupportedError` if a forward has edited unsharded weights, of any shape: FSDP2 discards them."""
-        versions = [parameter._version for parameter in unsharded]
         # The first forward creates the unsharded weights, with equal versions.
-        before = self._versions or [min(versions, default=0)] * len(versions)
-        if versions != before:
-            edited = next(p for p, now, then in zip(unsharded, versions, before, strict=True) if now != then)
-            raise UnsupportedError(
-                f"A weight of shape {tuple(edited.shape)} was edited during the forward of a model with zero_stage=3, "
-                "where FSDP2 discards the edit. Edit weights between steps, or load the model with zero_stage=2."
-            )
+        created = [parameter._version for parameter in unsharded if id(parameter) not in self._versions]
+        first = min(created, default=0)
+        for parameter in unsharded:
+            if parameter._version != self._versions.get(id(parameter), first):
+                raise UnsupportedError(
+                    f"A weight of shape {tuple(parameter.shape)} was edited during the forward of a model with "
+                    "zero_stage=3, where FSDP2 discards the edit. Edit weights between steps, or load the model with "
+                    "zero_stage=2."
+                )
 
     def check_dtypes(self, parameters: Iterable[nn.Parameter]) -> None:
         """Raises `UnsupportedError` if the parameters were cast since the first forward."""
