@@ -124,7 +124,7 @@ def _add_gradient(parameter: DTensor, gradient: Tensor) -> None:
 
 
 def find_leaf(parameter: Any) -> Tensor | None:
-    """Returns the leaf, of any shape, that stands for a parameter in graphs; `None` if it has none."""
+    """Returns the leaf, of any shape, that graphs contain instead of a parameter; `None` if it has none."""
     reference = parameter.__dict__.get(_LEAF) if isinstance(parameter, DTensor) else None
     return None if reference is None else reference.value
 
@@ -151,7 +151,7 @@ def released_leaf(parameter: Any) -> Iterator[None]:
 
 
 def with_leaves(parameters: Iterable[Any]) -> list[Any]:
-    """Returns parameters, of any shape, and the leaves that stand for them in graphs."""
+    """Returns parameters, of any shape, followed by their leaves."""
     listed = list(parameters)
     # No call per parameter: backwards of plain models ask this for all parallelized models beside them.
     references = [value.__dict__.get(_LEAF) for value in listed if isinstance(value, DTensor)]
@@ -175,7 +175,7 @@ def collect_leaf_gradients(parameters: Iterable[Tensor]) -> None:
 
 
 class LeafInputs:
-    """Inputs of `torch.autograd.grad`, with the leaves that stand for parameters in the graph added.
+    """Inputs of `torch.autograd.grad`, followed by the leaves of the parameters among them.
 
     Args:
         inputs (`Sequence`): tensors of any shape, or graph edges.

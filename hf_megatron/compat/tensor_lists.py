@@ -15,7 +15,7 @@ def list_local_tensors(tensors: Iterable[_Value]) -> list[_Value]:
 
 
 def share_specs(tensors: Sequence[Tensor | None], others: Sequence[Tensor]) -> bool:
-    """Returns whether the DTensors among tensors of any shape have the very specs of the others in their places."""
+    """Returns whether the DTensors among tensors of any shape have the same spec objects as `others`, pair by pair."""
     shared = [
         not isinstance(tensor, DTensor) or not isinstance(other, DTensor) or tensor._spec is other._spec
         for tensor, other in zip(tensors, others, strict=True)

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.dropout import _DropoutNd
 
 from ..compat.shared import Shared
 from ..core.communication.rng import TensorParallelRng
@@ -18,6 +17,8 @@ from ..errors import UnsupportedError
 _OBSERVED = 2
 # Parts of the names of attributes that turn draws on in stock modules.
 _RATES = ("drop", "jitter", "noise", "prob")
+# Classes whose rate is named `p`.
+_DROPOUTS = nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout
 # Packages whose modules and hooks draw as these attributes say.
 _KNOWN_PACKAGES = {"accelerate", "builtins", "hf_megatron", "liger_kernel", "peft", "torch", "transformers", "typing"}
 
@@ -31,13 +32,13 @@ class DrawSettings:
         self._tables = [module._modules for module in modules]
         self._hooks = [hooks for m in modules for hooks in (m._forward_hooks, m._forward_pre_hooks)]
         self._children, self._num_hooks = self._current_children(), list(map(len, self._hooks))
-        owners = [(vars(module), _dropout_names(module)) for module in modules]
+        owners = [(vars(module), _find_draw_settings(module)) for module in modules]
         classes = {base for module in modules for base in type(module).__mro__ if base is not object}
         functions = [hook for hooks in self._hooks for hook in hooks.values()]
         # Code of a user may draw in some forwards only.
         self.are_known = all(map(_is_known, [*classes, *functions])) and not any("forward" in vars(m) for m in modules)
         configs = {id(config): config for module in modules if (config := vars(module).get("config")) is not None}
-        owners += [(vars(config), _dropout_names(config)) for config in configs.values()]
+        owners += [(vars(config), _find_draw_settings(config)) for config in configs.values()]
         self._watched = [(values, name) for values, names in owners for name in names]
         self._values = self._current_values()
 
@@ -62,22 +63,22 @@ def _is_known(value: Any) -> bool:
     return str(value.__module__).partition(".")[0] in _KNOWN_PACKAGES
 
 
-def _dropout_names(owner: Any) -> list[str]:
+def _find_draw_settings(owner: Any) -> list[str]:
     """Returns the attributes of a module or config that may turn draws on."""
     names = [
         name
         for name, value in vars(owner).items()
         if isinstance(value, int | float) and any(part in name for part in _RATES)
     ]
-    names += ["p"] if isinstance(owner, _DropoutNd) else []
+    names += ["p"] if isinstance(owner, _DROPOUTS) else []
     return [*names, "training"] if names else []
 
 
 class RngObserver(Shared):
     """Leaves out the switching of a model's RNG streams while its forwards draw nothing.
 
-    Most models train without dropout, where reading and seeding the generator around each block would cost more than
-    the block's collectives. Models with modules or hooks of a user always switch. Forwards are compared by the state of
+    Most models train without dropout, where reading and seeding the generator around each block is wasted host time.
+    Models with modules or hooks of a user always switch. Forwards are compared by the state of
     the generator before and after. A pipeline's forward restores the state after each microbatch, so it is not
     observed.
     """
