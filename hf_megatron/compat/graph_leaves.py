@@ -32,10 +32,18 @@ class _Reference:
         self.value = value
 
     def __deepcopy__(self, memo: dict) -> "_Reference":
-        return _Reference()
+        return type(self)()
 
     def __reduce__(self) -> tuple:
-        return _Reference, ()
+        return type(self), ()
+
+
+class _LeafReference(_Reference):
+    """A parameter's leaf, with the local tensor and the address whose memory it shares."""
+
+    def __init__(self, value: Tensor | None = None, local: Tensor | None = None):
+        super().__init__(value)
+        self.local, self.address = local, None if local is None else local.data_ptr()
 
 
 def read_local(parameter: DTensor) -> Tensor:
@@ -44,22 +52,40 @@ def read_local(parameter: DTensor) -> Tensor:
     It is a plain leaf for a trained parameter. Parameters with gradient hooks, quantized ones, and tensors that were
     computed from others get a view whose gradient reaches them through autograd.
     """
-    if torch.compiler.is_dynamo_compiling() or not parameter.is_leaf or parameter._backward_hooks:
+    if torch.compiler.is_dynamo_compiling():
+        return dtensor_local_view(parameter)
+    attributes = parameter.__dict__
+    reference = attributes.get(_LEAF)
+    # Forwards get no further in most reads. Few attributes of the DTensor are read here: each costs 130 ns.
+    if (
+        reference is not None
+        and reference.local is parameter._local_tensor
+        and reference.local.data_ptr() == reference.address
+        and attributes.get(_VERSION) == parameter._version
+        and parameter.requires_grad
+        and not parameter._backward_hooks
+    ):
+        return reference.value
+    return _read_changed(parameter)
+
+
+def _read_changed(parameter: DTensor) -> Tensor:
+    """Does the work of `read_local` for a parameter of any shape that was not read before or has changed since."""
+    # An edit with a differentiable value makes a parameter a result of other tensors.
+    if not parameter.is_leaf or parameter._backward_hooks:
         return dtensor_local_view(parameter)
     local = parameter._local_tensor
     if not parameter.requires_grad or torch.is_inference_mode_enabled():
         return local
     reference = parameter.__dict__.get(_LEAF)
-    leaf = None if reference is None else reference.value
-    # `.data = ...`, casts and moves replace the memory or the dtype of the local tensor.
-    if leaf is None or leaf.data_ptr() != local.data_ptr() or leaf.dtype != local.dtype or leaf.shape != local.shape:
+    # `.data = ...`, casts and moves replace the local tensor, or its memory.
+    if reference is None or reference.local is not local or reference.address != local.data_ptr():
         if type(local) is not Tensor:
             return dtensor_local_view(parameter)
-        leaf = _make_leaf(parameter, local)
+        reference = _make_leaf(parameter, local)
     # An edit inside of the forward, by a hook, precedes what autograd saves from here on.
-    if parameter.__dict__.get(_VERSION) != parameter._version:
-        sync_versions([parameter])
-    return leaf
+    sync_versions([parameter])
+    return reference.value
 
 
 def sync_versions(parameters: Iterable[Any]) -> None:
@@ -75,7 +101,7 @@ def sync_versions(parameters: Iterable[Any]) -> None:
                 torch.autograd.graph.increment_version(parameter._local_tensor)
 
 
-def _make_leaf(parameter: DTensor, local: Tensor) -> Tensor:
+def _make_leaf(parameter: DTensor, local: Tensor) -> _LeafReference:
     # Shares the memory and the version counter, so that autograd sees edits of the local tensor.
     leaf = local.detach().requires_grad_()
     owner = parameter.__dict__.get(_OWNER)
@@ -84,8 +110,8 @@ def _make_leaf(parameter: DTensor, local: Tensor) -> Tensor:
         owner = parameter.__dict__[_OWNER] = _Reference(weakref.ref(parameter))
     setattr(leaf, _OWNER, owner)
     leaf.register_post_accumulate_grad_hook(partial(_on_accumulated, owner))
-    parameter.__dict__[_LEAF] = _Reference(leaf)
-    return leaf
+    reference = parameter.__dict__[_LEAF] = _LeafReference(leaf, local)
+    return reference
 
 
 def _on_accumulated(owner: _Reference, leaf: Tensor) -> None:

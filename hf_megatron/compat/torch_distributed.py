@@ -41,11 +41,22 @@ def uses_gloo(group: Any) -> bool:
 
 def gathers_into_parts(group: Any) -> bool:
     """Returns whether an all-gather may write into strided parts of its result: over gloo, outside of the compiler."""
-    return not torch.compiler.is_compiling() and group.name() == "gloo"
+    return not torch.compiler.is_dynamo_compiling() and group.name() == "gloo"
 
 
 # The collectives below call the methods of the process group. torch's functions for them cost up to 15 Python calls for
 # lookups of the group and for logging. Their options are not exported by `torch.distributed`.
+
+
+def _waiting(options: Any) -> Any:
+    """Returns options of collectives that the caller waits for."""
+    options.asyncOp = False
+    return options
+
+
+# Created once; groups only read them.
+_ALL_REDUCE, _ALL_GATHER = _waiting(AllreduceOptions()), _waiting(AllgatherOptions())
+_REDUCE_SCATTER, _ALL_TO_ALL = _waiting(ReduceScatterOptions()), _waiting(AllToAllOptions())
 
 
 def all_reduce_(tensor: torch.Tensor, group: Any) -> torch.Tensor:
@@ -53,11 +64,9 @@ def all_reduce_(tensor: torch.Tensor, group: Any) -> torch.Tensor:
 
     torch 2.11 removes the in-place call when it compiles the backward of an autograd function.
     """
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_dynamo_compiling():
         return functional.wait_tensor(functional.all_reduce(tensor, "sum", group))
-    options = AllreduceOptions()
-    options.asyncOp = False
-    work = group.allreduce([torch.view_as_real(tensor) if tensor.is_complex() else tensor], options)
+    work = group.allreduce([torch.view_as_real(tensor) if tensor.is_complex() else tensor], _ALL_REDUCE)
     if work is not None:
         work.wait()
     return tensor
@@ -68,7 +77,7 @@ def all_gather_flat(shard: torch.Tensor, group: Any, shape: tuple[int, ...] | No
 
     The method of a group is `_allgather_base` until torch 2.12 and `all_gather_single` from 2.13.
     """
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_dynamo_compiling():
         parts = functional.wait_tensor(functional.all_gather_tensor(shard, 0, group))
         return parts if shape is None else parts.view(shape)
     first, *others = shard.shape
@@ -78,9 +87,7 @@ def all_gather_flat(shard: torch.Tensor, group: Any, shape: tuple[int, ...] | No
     parts = output if shape is None else output.view(stacked)
     if shard.is_complex():
         parts, shard = torch.view_as_real(parts), torch.view_as_real(shard)
-    options = AllgatherOptions()
-    options.asyncOp = False
-    work = (getattr(group, "all_gather_single", None) or group._allgather_base)(parts, shard, options)
+    work = (getattr(group, "all_gather_single", None) or group._allgather_base)(parts, shard, _ALL_GATHER)
     if work is not None:
         work.wait()
     return output
@@ -103,15 +110,13 @@ def reduce_scatter_flat(parts: torch.Tensor, group: Any) -> torch.Tensor:
 
     The method of a group is `_reduce_scatter_base` until torch 2.12 and `reduce_scatter_single` from 2.13.
     """
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_dynamo_compiling():
         return functional.wait_tensor(functional.reduce_scatter_tensor(parts, "sum", 0, group))
     first, *others = parts.shape
     result = output = parts.new_empty((first // group.size(), *others))
     if parts.is_complex():
         output, parts = torch.view_as_real(output), torch.view_as_real(parts)
-    options = ReduceScatterOptions()
-    options.asyncOp = False
-    work = (getattr(group, "reduce_scatter_single", None) or group._reduce_scatter_base)(output, parts, options)
+    work = (getattr(group, "reduce_scatter_single", None) or group._reduce_scatter_base)(output, parts, _REDUCE_SCATTER)
     if work is not None:
         work.wait()
     return result
@@ -122,14 +127,12 @@ def all_to_all_flat(parts: torch.Tensor, group: Any) -> torch.Tensor:
 
     The method of a group is `alltoall_base` until torch 2.12 and `all_to_all_single` from 2.13.
     """
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_dynamo_compiling():
         return functional.wait_tensor(functional.all_to_all_single(parts, None, None, group))
     result = received = torch.empty_like(parts)
     if parts.is_complex():
         received, parts = torch.view_as_real(received), torch.view_as_real(parts)
-    options = AllToAllOptions()
-    options.asyncOp = False
-    work = (getattr(group, "all_to_all_single", None) or group.alltoall_base)(received, parts, [], [], options)
+    work = (getattr(group, "all_to_all_single", None) or group.alltoall_base)(received, parts, [], [], _ALL_TO_ALL)
     if work is not None:
         work.wait()
     return result

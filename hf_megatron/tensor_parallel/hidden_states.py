@@ -19,14 +19,14 @@ def replace_input(
     Further positional arguments of a block may be the same tensor, from which queries, keys and values are computed
     separately; they are replaced too. Arguments of a layer (`of_block=False`) have their own rules.
     """
-    if args and isinstance(args[0], Tensor):
-        first, *others = args
+    if args and isinstance(first := args[0], Tensor):
         changed = change(first)
-        if of_block and others:
-            others = [changed if value is first else value for value in others]
+        if len(args) == 1:
+            return (changed,), kwargs
+        others = [changed if value is first else value for value in args[1:]] if of_block else args[1:]
         return (changed, *others), kwargs
-    if isinstance(kwargs.get(HIDDEN_STATES), Tensor):
-        return args, {**kwargs, HIDDEN_STATES: change(kwargs[HIDDEN_STATES])}
+    if isinstance(first := kwargs.get(HIDDEN_STATES), Tensor):
+        return args, {**kwargs, HIDDEN_STATES: change(first)}
     # A forward may name its first parameter differently.
     states = None if args else kwargs.get(next(iter(inspect.signature(module.forward).parameters)))
     if isinstance(states, Tensor):

@@ -51,7 +51,7 @@ class ParallelLinear(nn.Linear):
         if not self.forwards.models:
             self.forwards.require_full(self, self.shard_name)
         parameter = self._parameters.get("weight")
-        if self.copies == 1 and self.weight_update is None and isinstance(parameter, DTensor):
+        if isinstance(parameter, DTensor) and self.copies == 1 and self.weight_update is None:
             # The usual case, with one call for each of the seven linears of a layer.
             weight = read_local(parameter)
         else:
@@ -88,7 +88,7 @@ class ColumnParallelLinear(ParallelLinear):
         if self.gather_output:
             # [..., out_features / tp] -> [..., out_features]
             return gather_from_ranks(y, -1, self.out_features, self.group)
-        if self.training and not self.rng.is_idle:
+        if not self.rng.is_idle and self.training:
             # The output differs between ranks: dropout until the row-parallel linear draws from the local RNG state.
             self.rng.use_local_rng()
         return y

@@ -190,7 +190,10 @@ def _reading(name: str) -> Callable[[LocalParameters], Tensor | None]:
                 "rank's shard, or its gradient is summed over ranks. Read it before the forward, or use tp_size=1."
             )
         # Local shard, any shape; a replicated parameter used on sharded activations gets its gradient all-reduced.
-        value = local_view(parameter, module.mesh.tp_group) if name in module.summed else local_view(parameter)
+        if name in module.summed or not isinstance(parameter, DTensor):
+            value = local_view(parameter, module.mesh.tp_group if name in module.summed else None)
+        else:
+            value = read_local(parameter)
         value = run_function(_ShareOfSum, value, module.mesh.tp_size) if name in module.addends else value
         if value is not None and module.gradient_factor != 1:
             value = scale_gradient(value, module.gradient_factor)

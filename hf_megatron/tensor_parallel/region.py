@@ -206,7 +206,8 @@ class UniformRegion(Shared):
 
     def _enter(self, block: nn.Module, args: tuple, kwargs: dict[str, Any]):
         # Before the column-parallel linears all ranks hold the same values.
-        self.rng.use_shared_rng()
+        if not self.rng.is_idle:
+            self.rng.use_shared_rng()
         self.is_inside = True
         return replace_input(block, args, kwargs, self.enter)
 
@@ -246,7 +247,8 @@ class UniformRegion(Shared):
         self.gathered, self.unsharded, self.is_inside = None, None, False
         if self.stack is None:
             # All-reduce: [batch, sequence, hidden] replicated from here on, and random numbers shared.
-            self.rng.use_shared_rng()
+            if not self.rng.is_idle:
+                self.rng.use_shared_rng()
             return reduce_from_ranks(partial_output, self.group)
         if partial_output.dim() == 2:
             return self.leave(self._unflatten(partial_output)).flatten(0, 1)

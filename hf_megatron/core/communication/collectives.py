@@ -128,12 +128,11 @@ class _Reduce(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
         # A dynamo graph cannot mark its input as dirty.
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_dynamo_compiling() or not tensor.is_contiguous():
             return all_reduce_(tensor.contiguous(), group)
         # Reduced in place: the partial sums are not needed again.
-        if tensor.is_contiguous():
-            ctx.mark_dirty(tensor)
-        return all_reduce_(tensor.contiguous(), group)
+        ctx.mark_dirty(tensor)
+        return all_reduce_(tensor, group)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
