@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ..compat.bitsandbytes_overrides import copy_overrides, has_positional_overrides
 from ..compat.tensor_lists import list_local_tensors
-from ..compat.torch_autograd import step_hook_last
+from ..compat.torch_autograd import in_backward, step_hook_last
 from ..compat.torch_memory import is_async_device
 from ..core.communication.full_tensor import list_placed_gradients
 from ..core.off_stage import OffStageTensor, is_off_stage
@@ -246,6 +246,12 @@ class ShardedOptimizer:
         if self.holds_replaced:
             reject_replaced(optimizer, _parameters(optimizer))
         engine.check_before_step()
+        if engine.state.cut is not None and in_backward():
+            # Each stage runs the hooks of its own parameters only, and a prepared step is collective.
+            raise UnsupportedError(
+                "A prepared optimizer's step() inside of a backward is not supported with "
+                f"pp_size={engine.config.pp_size}. Call it after backward() instead of in a hook."
+            )
         self._follow_parameters()
         self._take_back_verdict()
         self._was_finite = True

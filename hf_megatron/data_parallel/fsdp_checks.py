@@ -191,7 +191,8 @@ class FsdpGuards:
     def check_dtypes(self, parameters: Iterable[nn.Parameter]) -> None:
         """Raises `UnsupportedError` if the parameters were cast since the first forward."""
         dtypes = [parameter.dtype for parameter in parameters]
-        if self._dtypes and dtypes != self._dtypes:
+        # Fewer or more parameters were shared or added, which other checks report.
+        if len(dtypes) == len(self._dtypes) and dtypes != self._dtypes:
             raise UnsupportedError(
                 "A model with zero_stage=3 was cast after its first forward, but FSDP2 has allocated its buffers by "
                 "then. Cast it before, or load it with dtype=... ."

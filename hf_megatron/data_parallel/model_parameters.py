@@ -106,13 +106,14 @@ class ModelParameters(Shared):
 
         Raises:
             ConfigError: the ranks drew different values.
-            UnsupportedError: a sharded expert weight got another name, so that its sharding is unknown.
+            UnsupportedError: a sharded weight got another name, so that its sharding is unknown.
         """
-        # Tensor parallelism and ZeRO stage 3 have rejected such weights before.
+        # Tensor parallelism has rejected such weights before.
         if sharded := [name for name, parameter in self.uncompared.items() if isinstance(parameter, DTensor)]:
+            ranks, field = ("data", "zero_stage=2") if self.state.shards_weights else ("expert", "ep_size=1")
             raise UnsupportedError(
-                f"{sharded[0]} is sharded over expert-parallel ranks, but its module was wrapped or renamed after "
-                "loading. Set ep_size=1."
+                f"{sharded[0]} is sharded over {ranks}-parallel ranks, but its module was wrapped or renamed after "
+                f"loading. Set {field}."
             )
         hashes = {name: hash_tensor(parameter.detach()) for name, parameter in self.uncompared.items()}
         # "stage": the ranks of one pipeline stage, which train copies of these parameters.

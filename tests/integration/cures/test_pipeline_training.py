@@ -4,7 +4,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from hf_megatron import ConfigError, UnsupportedError, get_parallel_state, local_named_parameters
+from hf_megatron import (
+    ConfigError,
+    UnsupportedError,
+    get_parallel_state,
+    local_named_parameters,
+    prepare_optimizer,
+)
 from hf_megatron.core.fork_harness import run_ranks
 from hf_megatron.models.verification_gate import ConfigUnderTest
 from tests.helpers.same_step import require_same_gradients, require_same_step
@@ -124,6 +130,36 @@ def test_gradients_before_their_reduction(tiny, other):
         require_same_gradients(model, single)
 
     run_ranks(on_rank, 4)
+
+
+def step_in_hooks(model, batch, prepare):
+    """Steps each parameter's own optimizer as soon as its gradient is complete."""
+    optimizers = {p: prepare(torch.optim.SGD([p], lr=0.1)) for p in model.parameters()}
+    handles = [p.register_post_accumulate_grad_hook(lambda p: optimizers[p].step()) for p in optimizers]
+    try:
+        model(**batch).loss.backward()
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def test_step_of_a_prepared_optimizer_in_a_hook(tiny):
+    """The step comes after the backward."""
+
+    def on_rank():
+        model, single = load(tiny), load_single(tiny)
+        before = {name: parameter.detach().clone() for name, parameter in local_named_parameters(model)}
+        with pytest.raises(UnsupportedError, match=r"Call it after backward\(\) instead of in a hook\."):
+            step_in_hooks(model, BATCH, prepare_optimizer)
+        assert all(torch.equal(before[name], parameter) for name, parameter in local_named_parameters(model))
+        model = load(tiny)
+        optimizer = prepare_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+        model(**BATCH).loss.backward()
+        optimizer.step()
+        step_in_hooks(single, BATCH, lambda optimizer: optimizer)
+        require_same_step(model, single, BATCH)
+
+    run_ranks(on_rank, 2)
 
 
 def test_gradients_added_before_autograd_grad(tiny):

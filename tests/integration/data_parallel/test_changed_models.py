@@ -118,6 +118,11 @@ def add_adapters_owning_weights(model):
     add_adapters(model, AdaptedLinear)
 
 
+def wrap_mlp(model):
+    layer = model.model.layers[0]
+    layer.mlp = nn.Sequential(layer.mlp, nn.Identity())
+
+
 def add_value_head(model):
     torch.manual_seed(3)
     model.value_head = nn.Linear(model.config.vocab_size, 1)
@@ -134,6 +139,7 @@ def add_value_head(model):
         (add_adapters, "dp2+zero3", "layers.0.self_attn.q_proj.down.weight was added to a model with zero_stage=3"),
         (add_adapters_owning_weights, "tp2", "q_proj.down.weight was added after the model was parallelized"),
         (add_adapters_owning_weights, "dp2+zero3", "q_proj.weight was added to a model with zero_stage=3"),
+        (wrap_mlp, "tp2", "layers.0.mlp.0.gate_proj.weight was added after the model was parallelized"),
         (repeat_layer, "pp2", "lists the layers .0, 0, 1"),
         (reverse_layers, "pp2", "lists the layers .1, 0"),
         (remove_last_layer, "pp2", "lists the layers .0. "),
@@ -154,6 +160,19 @@ def test_changed_models_are_rejected(tiny, change, text, match):
         model = AutoModelForCausalLM.from_pretrained(tiny, megatron_config=parse_layout(text)).train()
         with pytest.raises(MegatronError, match=match):
             change(model)
+            model(**shard_batch(model, make_batch(0)))
+
+    run_ranks(on_rank, 2)
+
+
+def test_wrapped_module_of_zero_3_is_rejected(tiny):
+    """`test_added_modules_train` wraps it under the stage that the error names."""
+
+    def on_rank():
+        model = AutoModelForCausalLM.from_pretrained(tiny, megatron_config=parse_layout("dp2+zero3")).train()
+        wrap_mlp(model)
+        prepare_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+        with pytest.raises(MegatronError, match=r"mlp.0.gate_proj.weight is sharded over data-p.* Set zero_stage=2\."):
             model(**shard_batch(model, make_batch(0)))
 
     run_ranks(on_rank, 2)
@@ -236,7 +255,7 @@ def test_added_modules_need_equal_values_on_all_ranks(tiny, text):
     assert run_ranks(lambda: train(parse_layout(text)), 2) == [expected] * 2
 
 
-@pytest.mark.parametrize("change", [add_value_head, add_adapters, add_adapters_owning_weights])
+@pytest.mark.parametrize("change", [add_value_head, add_adapters, add_adapters_owning_weights, wrap_mlp])
 @pytest.mark.parametrize("text", ["dp2+zero0", "dp2", "dp2+zero2"])
 def test_added_modules_train(tiny, change, text):
     def train(config=None):
