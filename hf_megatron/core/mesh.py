@@ -66,6 +66,7 @@ class ParallelMesh(Shared):
         self._with_copies: dict[int, DeviceMesh] = {}
         self._meshes: dict[tuple[Axis, ...], DeviceMesh] = {}
         self._host_groups: dict[Axis, dist.ProcessGroup] = {}
+        self._direction_groups: tuple[dist.ProcessGroup, dist.ProcessGroup] | None = None
 
     @property
     def device(self) -> torch.device:
@@ -93,6 +94,27 @@ class ParallelMesh(Shared):
             subgroups = dist.new_subgroups_by_enumeration(groups, backend="gloo", group_desc=f"hosts of {name}")
             self._host_groups[axis] = subgroups[0]
         return self._host_groups[axis]
+
+    def direction_groups(self) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
+        """Returns the process groups for a pipeline's activations and their gradients; the first call is collective.
+
+        gloo distinguishes messages by tags and sends them side by side: both are the pipeline's group. NCCL runs the
+        messages of a communicator in the order of the program, where an activation would wait for a gradient. From
+        separate groups torch creates one communicator for each pair of neighbors and direction.
+        """
+        if self._direction_groups is None:
+            self._direction_groups = self.pp_group, self.pp_group
+            if self.pp_size > 1 and dist.get_backend(self.pp_group) not in ("gloo", "fake"):
+                self._direction_groups = self._split_directions()
+        return self._direction_groups
+
+    def _split_directions(self) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
+        groups = [list(ranks) for ranks in self.axes.groups("pp")]
+        forward, backward = (
+            dist.new_subgroups_by_enumeration(groups, group_desc=f"pipeline {what}")[0]
+            for what in ("activations", "gradients")
+        )
+        return forward, backward
 
     def of(self, placement: Placement, copies: int = 1) -> DeviceMesh:
         """Returns the DTensor mesh for a placement; collective, with the same placements on every rank.

@@ -195,7 +195,7 @@ class Execution:
         # Gradients have the shapes of the outputs that this rank sent, so no header is needed.
         shapes = tuple((tuple(output.shape), output.dtype) for output in self._buffers.outputs[cell])
         tag = self._tag(stage, microbatch, True)
-        arriving = self.transport.receive_shapes(shapes, self._rank_of[stage + 1], tag)
+        arriving = self.transport.receive_gradients(shapes, self._rank_of[stage + 1], tag)
         self._buffers.arriving[Kind.BACKWARD, stage, microbatch] = arriving
 
     def _send_backward(self, action: Action) -> None:

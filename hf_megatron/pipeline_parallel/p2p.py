@@ -79,14 +79,21 @@ class Transport:
     Args:
         group (`ProcessGroup`): the pipeline's ranks.
         device (`torch.device`): device of received tensors.
+        directions (`tuple[ProcessGroup, ProcessGroup]`): groups of the same ranks for activations and for their
+            gradients.
 
     Attributes:
         known: kind of message -> its shapes and layout.
     """
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device):
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        device: torch.device,
+        directions: tuple[dist.ProcessGroup, dist.ProcessGroup],
+    ):
         self.group, self.device = group, device
-        self._is_gloo = dist.get_backend(group) == "gloo"
+        self._activations, self._gradients = directions
         self.known: dict[Hashable, tuple[Shapes, str]] = {}
         self._sends: deque[tuple[list[Any], tuple[Tensor, ...]]] = deque()
 
@@ -97,7 +104,7 @@ class Transport:
             message: its tensors are kept alive until they are sent.
             peer (`int`): rank in the group.
             tag (`int`): the same on both sides; different for messages that are in flight at the same time.
-            kind: equal for messages of equal shapes; `None` if the receiver knows the shapes.
+            kind: equal for messages of equal shapes; `None` for gradients, whose shapes the receiver knows.
 
         Raises:
             UnsupportedError: if an earlier message of this kind had other shapes.
@@ -113,7 +120,8 @@ class Transport:
                 f"A pipeline stage sends tensors of the shapes {described}, but sent {self.known[kind]} for an earlier "
                 "batch of the same shapes: they must be determined by the batch."
             )
-        works = [work for tensor in held for work in self._start(dist.isend, tensor, peer, tag)]
+        group = self._gradients if kind is None else self._activations
+        works = [dist.isend(tensor, group=group, group_dst=peer, tag=tag) for tensor in held]
         self._sends.append((works, held))
         while len(self._sends) > IN_FLIGHT:
             self._finish_oldest()
@@ -123,7 +131,7 @@ class Transport:
         if kind not in self.known:
             self.known[kind] = self.learn(peer, tag, kind)
         shapes, layout = self.known[kind]
-        return self.receive_shapes(shapes, peer, tag, layout)
+        return self._receive(shapes, self._activations, peer, tag, layout)
 
     def forget(self, kinds: Iterable[Hashable]) -> None:
         """Removes the shapes of kinds that are used once; entries are keyed by `(stage, kind)`."""
@@ -133,15 +141,17 @@ class Transport:
 
     def learn(self, peer: int, tag: int, kind: Hashable) -> tuple[Shapes, str]:
         """Receives the header of the first message of a kind; returns its shapes and layout."""
-        header = torch.empty(_HEADER_SIZE, dtype=torch.int64, device=self.device)
-        for work in self._start(dist.irecv, header, peer, tag):
-            work.wait()
+        shapes = (((_HEADER_SIZE,), torch.int64),)
+        (header,) = self._receive(shapes, self._activations, peer, tag).wait()
         return decode(header)
 
-    def receive_shapes(self, shapes: Shapes, peer: int, tag: int, layout: str = "") -> Arriving:
-        """Starts receiving tensors of known shapes."""
+    def receive_gradients(self, shapes: Shapes, peer: int, tag: int) -> Arriving:
+        """Starts receiving the gradients of outputs of these shapes."""
+        return self._receive(shapes, self._gradients, peer, tag)
+
+    def _receive(self, shapes: Shapes, group: dist.ProcessGroup, peer: int, tag: int, layout: str = "") -> Arriving:
         tensors = tuple(torch.empty(shape, dtype=dtype, device=self.device) for shape, dtype in shapes)
-        works = [work for tensor in tensors for work in self._start(dist.irecv, tensor, peer, tag)]
+        works = [dist.irecv(tensor, group=group, group_src=peer, tag=tag) for tensor in tensors]
         return Arriving(tensors, works, (dist.get_global_rank(self.group, peer),), layout)
 
     def broadcast(self, tensors: tuple[Tensor, ...], source: int, layout: str = "") -> Message:
@@ -182,10 +192,3 @@ class Transport:
         works, _ = self._sends.popleft()
         for work in works:
             work.wait()
-
-    def _start(self, operation: Any, tensor: Tensor, peer: int, tag: int) -> list[Any]:
-        # gloo supports tags; NCCL pairs operations by their order, and batching avoids one communicator per pair.
-        if self._is_gloo:
-            end = "group_dst" if operation is dist.isend else "group_src"
-            return [operation(tensor, group=self.group, tag=tag, **{end: peer})]
-        return dist.batch_isend_irecv([dist.P2POp(operation, tensor, group=self.group, group_peer=peer, tag=tag)])

@@ -56,7 +56,7 @@ class StageRunner(Shared):
         self.model, self.state, self.cut = model, state, cut
         self.forward, self.images = forward, images
         self.schedule = schedule(state.config.pipeline_schedule)
-        self.transport = Transport(state.mesh.pp_group, state.mesh.device)
+        self.transport = Transport(state.mesh.pp_group, state.mesh.device, state.mesh.direction_groups())
         self.streams = MicrobatchStreams(state.mesh.device, state.mesh.host_group("pp"))
         self.recorder: SpanRecorder | None = None
         self._calls = 0

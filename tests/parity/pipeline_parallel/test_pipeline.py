@@ -6,9 +6,11 @@ microbatches without targets, and fewer microbatches than stages.
 
 import dataclasses
 import functools
+from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from hf_megatron import ConfigError, MegatronConfig, RankError, UnsupportedError, local_named_parameters
@@ -16,8 +18,10 @@ from hf_megatron.compat.torch_autograd import splits_python_functions
 from hf_megatron.compat.torch_distributed import communication_through
 from hf_megatron.core.fork_harness import run_ranks
 from hf_megatron.core.layouts import parse_layouts
+from hf_megatron.core.mesh import ParallelMesh
 from hf_megatron.models.verification_gate import ConfigUnderTest
 from hf_megatron.parallelize import parallel_state
+from hf_megatron.pipeline_parallel import p2p
 from hf_megatron.pipeline_parallel.schedules import SCHEDULES, valid_microbatches
 from hf_megatron.testing.measure import Measurement, _full, _gradients, measure
 from hf_megatron.testing.parity import TinyModel, check_tiny_model
@@ -79,6 +83,33 @@ def test_schedules_match_single_process(model_type, layout, batches, schedule):
             check_tiny_model(_get_tiny_model(model_type, batches), config)
         return
     comparison = check_tiny_model(_get_tiny_model(model_type, batches), config)
+    assert comparison.passed, comparison.report()
+
+
+def communicate_as_nccl():
+    """Sends activations and gradients in separate groups and without tags: in the order of the calls."""
+
+    def drop_tag(operation):
+        return lambda *args, tag, **kwargs: operation(*args, **kwargs)
+
+    ParallelMesh.direction_groups = ParallelMesh._split_directions
+    p2p.dist = SimpleNamespace(**vars(dist) | {"isend": drop_tag(dist.isend), "irecv": drop_tag(dist.irecv)})
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"pp_size": 4},
+        {"pp_size": 2, "virtual_stages": 3, "pipeline_schedule": "interleaved_1f1b", "num_microbatches": 4},
+        {"pp_size": 2, "pipeline_schedule": "zbv", "num_microbatches": 4},
+    ],
+    ids=str,
+)
+def test_order_alone_pairs_messages(changes):
+    """On NCCL, which has no tags, each direction has a group of its own."""
+    config = MegatronConfig(**changes)
+    model = make_tiny_model(CONFIG_MAPPING["llama"](), batch_size=5, min_layers=6)
+    comparison = check_tiny_model(model, config, sabotage=communicate_as_nccl)
     assert comparison.passed, comparison.report()
 
 
