@@ -125,7 +125,8 @@ class LateCopy:
     """Copy of a scalar to the host; only reading it waits, and only for what the device computed before the copy."""
 
     def __init__(self, tensor: torch.Tensor):
-        self._copied = to_host(tensor)
+        # Reading a fake copy would not count as a wait for the device.
+        self._copied = tensor if is_fake(tensor) else to_host(tensor)
         self._event = None if tensor.device.type == "cpu" or is_fake(tensor) else torch.Event(tensor.device)
         if self._event is not None:
             self._event.record()

@@ -33,7 +33,7 @@ from torch import Tensor, nn
 
 from ..checkpoint import initialize
 from ..compat.torch_memory import fake_mode, is_fake, join_fake_job, take_fakes_for_real
-from ..core.communication import rng, watchdog
+from ..core.communication import collectives, rng, watchdog
 from ..core.communication.collectives import bounds
 from ..core.fork_harness import run_forks, set_rank_environment
 from ..core.off_stage import local_named_parameters
@@ -143,6 +143,8 @@ def run_fake_places(
         norm_checks.ListOfRanks.judge = lambda self, added: self.is_complete  # type: ignore[method-assign]
         if as_gloo:
             dist.get_backend = lambda group=None: dist.Backend("gloo")
+            # They read the name of the group itself.
+            collectives.uses_gloo = collectives.gathers_into_parts = lambda group: True
             watchdog.watch_ranks = lambda *args, **kwargs: None  # type: ignore[assignment]
         else:
             attend = functools.partial(_attended, nn.functional.scaled_dot_product_attention)

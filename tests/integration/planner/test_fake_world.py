@@ -189,9 +189,9 @@ def test_zero3_keeps_its_shard_per_parameter():
 def keep_gathered_weights(monkeypatch):
     receive = param_gather._receive
 
-    def keep(bucket, gather):
+    def keep(bucket, gather, parts):
         buffer = bucket.rows
-        receive(bucket, gather)
+        receive(bucket, gather, parts)
         bucket.rows = buffer
 
     monkeypatch.setattr(param_gather, "_receive", keep)
