@@ -25,14 +25,9 @@ from ..errors import UnsupportedError
 
 def local_view(parameter: Tensor | None, group: dist.ProcessGroup | None = None) -> Tensor | None:
     """Returns a parameter's local tensor, differentiable; `group`, if given, is the ranks to sum its gradient over."""
-    if isinstance(parameter, DTensor):
-        local = read_local(parameter)
-    elif parameter is None or group is None or not torch.compiler.is_dynamo_compiling():
-        return parameter
-    else:
-        # Compiled layers hold local views already (`compile_locally`).
-        local = parameter
-    if group is None:
+    # Calls of compiled layers hold local views already (`compile_locally`), also where the compiler runs them eagerly.
+    local = read_local(parameter) if isinstance(parameter, DTensor) else parameter
+    if local is None or group is None:
         return local
     # The compiler mistakes the view that `to_local` returns for one whose base was changed in place.
     return copy_to_ranks(local.clone() if torch.compiler.is_dynamo_compiling() else local, group, is_addend=True)

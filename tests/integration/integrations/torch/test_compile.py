@@ -39,6 +39,22 @@ def test_compiled_moe_layers_match_single_process(layout):
     assert comparison.passed, comparison.report()
 
 
+def compile_layers_that_run_eagerly(model):
+    """As beyond the compiler's limit of recompilations, and with TORCH_COMPILE_DISABLE=1."""
+    for layer in model.model.layers:
+        layer.compile(backend="aot_eager")
+    torch.compiler.set_stance("force_eager")
+
+
+@pytest.mark.parametrize("text", ["tp2+sp", "tp4+sp", "cp2", "dp2+zero3", "pp2"])
+def test_compiled_layers_that_run_eagerly_match_single_process(text):
+    """With tp4, two ranks hold the same key/value heads and sum their gradients."""
+    tiny_model = make_tiny_model(CONFIG_MAPPING["llama"]())
+    [layout] = parse_layouts(text)
+    comparison = check_tiny_model(tiny_model, layout, prepare=compile_layers_that_run_eagerly)
+    assert comparison.passed, comparison.report()
+
+
 def test_wrong_compiled_attention_is_detected(monkeypatch):
     """Without the mask's offsets, compiled attention of split sequences would be causal within a rank's tokens."""
     real = compiled_attention.attend_to_split_sequence
