@@ -82,7 +82,10 @@ def _call(pipeline: Pipeline, args: tuple, kwargs: dict[str, Any]) -> Any:
             return values_of(pipeline, arguments, pipeline.read)
         pipeline.checks.require_known_loss(arguments)
         trains = torch.is_grad_enabled() and bool(target_names(arguments)) and pipeline.model.training
+        awaits_problem_type = pipeline.problem_type.awaits(arguments)
         output = TrainStep(pipeline).forward(arguments) if trains else run_forwards(pipeline, arguments)
+        if awaits_problem_type:
+            pipeline.problem_type.share()
         wants_dict = pipeline.model.config.return_dict if return_dict is None else return_dict
         return output if wants_dict else output.to_tuple()
 

@@ -18,6 +18,7 @@ from .buffer_checks import BufferCheck
 from .forward_checks import CallChecks
 from .layers_per_stage import stages_per_rank
 from .loss_grad_scale import LossScale
+from .loss_settings import ProblemType
 from .off_stage_images import OffStageImages
 from .schedules import Action
 from .split_model import ModelPartition
@@ -44,6 +45,7 @@ class Pipeline(Shared):
         tied (`TiedGradients`): gradients of weights that both ends of the pipeline hold.
         loss_scale (`LossScale`): expected gradient of the next loss.
         buffer_check (`BufferCheck`): rejects modules whose buffers count the calls.
+        problem_type (`ProblemType`): setting of a classifier that its loss chooses.
         wants_logits (`bool`): whether evaluation returns logits.
         read (`Callable`, *optional*): replaces the outputs of calls; see `reading`.
     """
@@ -69,6 +71,7 @@ class Pipeline(Shared):
         self.tied = TiedGradients(model, cut, self.runner)
         self.loss_scale = LossScale(lambda: default_loss_scale(state.mesh.device))
         self.buffer_check = BufferCheck(model)
+        self.problem_type = ProblemType(model, self.runner)
         self.wants_logits = True
         self.read: Callable[[Any, slice], tuple[Tensor, ...]] | None = None
         self._has_auxiliary_loss: dict[Hashable, bool] = {}

@@ -9,7 +9,7 @@ import torch.distributed as dist
 import transformers
 from accelerate import Accelerator
 from safetensors.torch import load_file, save_file
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from hf_megatron import CheckpointError, local_named_parameters, prepare_optimizer
 from hf_megatron.checkpoint.gather_full import full_state_dict
@@ -21,6 +21,7 @@ from hf_megatron.conversion import convert
 from hf_megatron.core.fork_harness import run_ranks
 from hf_megatron.models.verification_gate import ConfigUnderTest
 from hf_megatron.parallelize import parallel_state
+from hf_megatron.pipeline_parallel.loss_settings import ProblemType
 from hf_megatron.testing.tiny_config import tiny_config
 from hf_megatron.testing.tiny_model import draw_parameters
 from tests.integration.integrations.accelerate.test_checkpoints import loop
@@ -201,6 +202,35 @@ def train_uninterrupted(path, targets):
     for target in targets:
         advance(model, optimizer)
         save(model, optimizer, target)
+
+
+@pytest.mark.parametrize("trains", [True, False])
+@pytest.mark.parametrize("model_type", ["llama", "gpt2"])
+@pytest.mark.parametrize("fault", [False, True])
+def test_saved_classifier_keeps_its_problem_type(tmp_path, model_type, trains, fault):
+    """The last stage's loss chooses it from the labels; the rank that saves the config may have another stage."""
+
+    def on_rank(path, kind, config):
+        torch.manual_seed(0)
+        classes = 1 if kind == "regression" else 3
+        settings = tiny_config(CONFIG_MAPPING[model_type](num_labels=classes, pad_token_id=0))
+        settings.num_labels = classes
+        if fault:
+            ProblemType.share = lambda self: None
+        model = AutoModelForSequenceClassification.from_config(settings, megatron_config=config).train(trains)
+        targets = {
+            "regression": torch.rand(4),
+            "single_label_classification": torch.arange(4) % 3,
+            "multi_label_classification": torch.rand(4, 3).round(),
+        }
+        for _ in range(2):
+            model(input_ids=torch.arange(1, 33).view(4, 8), labels=targets[kind])
+        model.save_pretrained(path)
+        return model.config.problem_type, AutoConfig.from_pretrained(path).problem_type
+
+    for kind in ("regression", "single_label_classification", "multi_label_classification"):
+        found = run_ranks(on_rank, 2, tmp_path / kind, kind, layout(pp_size=2))
+        assert (found == [(kind, kind)] * 2) != fault, found
 
 
 def test_state_moves_through_every_layout(stories, tmp_path):
