@@ -118,8 +118,8 @@ def _on_accumulated(owner: _Reference, leaf: Tensor) -> None:
     """Moves the gradient that autograd has accumulated, of any shape, to the parameter, and calls its hooks."""
     gradient, leaf.grad = leaf.grad, None
     parameter = owner.value()
-    # A module's parameter may have been replaced since the forward.
-    if parameter is None or gradient is None:
+    # A module's parameter may have been replaced since the forward, or frozen: then autograd discards its gradient.
+    if parameter is None or gradient is None or not parameter.requires_grad:
         return
     _add_gradient(parameter, gradient)
     hooks = parameter._post_accumulate_grad_hooks

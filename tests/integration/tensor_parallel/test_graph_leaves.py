@@ -84,6 +84,18 @@ def freeze_and_thaw(model):
     model(**make_batch(0)).loss.backward()
 
 
+def freeze_before_backward(model):
+    """Autograd discards gradients of weights that do not require them any more."""
+    frozen = [parameter for name, parameter in model.named_parameters() if "q_proj" not in name]
+    model(**make_batch(0)).loss.backward()
+    loss = model(**make_batch(1)).loss
+    for parameter in frozen:
+        parameter.requires_grad_(False)
+    loss.backward()
+    for parameter in frozen:
+        parameter.requires_grad_(True)
+
+
 def replace_memory(model):
     model(**make_batch(0)).loss.backward()
     with torch.no_grad():
@@ -151,6 +163,7 @@ PATTERNS = [
     hook_after_forward,
     hook_after_accumulation,
     freeze_and_thaw,
+    freeze_before_backward,
     replace_memory,
     cast,
     cast_beside_graph,
