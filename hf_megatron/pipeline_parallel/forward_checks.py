@@ -32,7 +32,7 @@ class CallChecks(Shared):
         self._takes_token_loss = isinstance(model.loss_function, TokenLoss) and uses_loss_function(model)
         # Read now: a loss function that a script assigns later says nothing about the labels.
         self._labels_are_tokens = isinstance(model.loss_function, TokenLoss)
-        self._classes = model.config.num_labels if model.loss_function in loss_functions() else 0
+        self._labels_are_classes = model.loss_function in loss_functions()
         # Resizing changes the shape of the sharding; wrapping the embedding renames it, and the last count stays.
         self._shardings = state.shardings
         self._embedding, self._tokens = _embedding(model, state)
@@ -62,10 +62,13 @@ class CallChecks(Shared):
                 raise ValueError(
                     f"labels {tuple(labels.shape)} for tokens {tuple(tokens.shape[:2])}: expected a label per token."
                 )
-        # Resizing changes the vocabulary.
-        classes = self.model.config.get_text_config().vocab_size if self._labels_are_tokens else self._classes
+        # Resizing changes the vocabulary, and a script that replaces a head changes the number of labels.
+        config, are_tokens = self.model.config, self._labels_are_tokens
+        classes = config.num_labels if self._labels_are_classes else 0
+        classes = config.get_text_config().vocab_size if are_tokens else classes
         if labels is not None and not labels.is_floating_point() and classes > 1:
-            require_tokens(labels, classes, "label", arguments.get("ignore_index", IGNORE_INDEX))
+            ignored = arguments.get("ignore_index", IGNORE_INDEX)
+            require_tokens(labels, classes, "label", ignored, are_classes=not are_tokens)
 
     def require_known_loss(self, arguments: Mapping[str, Any]) -> None:
         """Raises `UnsupportedError` for targets whose loss terms a pipeline cannot count."""

@@ -11,14 +11,23 @@ from torch import Tensor
 from ..compat.torch_memory import check_soon
 
 
-def require_tokens(ids: Tensor, vocabulary: int, what: str, ignore_index: int | None = None) -> None:
-    """Raises `IndexError` if ids, of any shape, are outside the vocabulary; an accelerator asserts asynchronously."""
+def require_tokens(
+    ids: Tensor, vocabulary: int, what: str, ignore_index: int | None = None, *, are_classes: bool = False
+) -> None:
+    """Raises `IndexError` if ids, of any shape, are outside the vocabulary; an accelerator asserts asynchronously.
+
+    Args:
+        are_classes (`bool`, defaults to `False`): whether the vocabulary is a classifier's number of classes.
+    """
     outside = (ids < 0) | (ids >= vocabulary)
     if ignore_index is not None:
         outside &= ids != ignore_index
     check_soon(
         ~outside.any(),
-        lambda: IndexError(f"{what} {int(ids[outside][0])} is out of bounds for a vocabulary of {vocabulary} tokens."),
+        lambda: IndexError(
+            f"{what} {int(ids[outside][0])} is out of bounds for "
+            + (f"{vocabulary} classes." if are_classes else f"a vocabulary of {vocabulary} tokens.")
+        ),
     )
 
 

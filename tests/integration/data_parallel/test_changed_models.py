@@ -4,11 +4,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from hf_megatron import MegatronError, prepare_optimizer
 from hf_megatron.core.fork_harness import run_ranks
+from hf_megatron.testing.tiny_config import tiny_config
 from tests.helpers.training import make_batch, parse_layout, shard_batch
 
 
@@ -330,6 +331,36 @@ def test_replaced_modules_stay_on_their_stages(tiny_uneven, change):
     [expected] = run_ranks(measure_losses_and_norms, 1, tiny_uneven, change, None)
     for values in run_ranks(measure_losses_and_norms, 2, tiny_uneven, change, parse_layout("pp2")):
         assert values == pytest.approx(expected, rel=1e-5)
+
+
+def test_replaced_classification_head_with_more_classes():
+    """Labels are checked against the number that the script has set, before any stage computes."""
+
+    def train(config=None):
+        torch.manual_seed(0)
+        settings = tiny_config(LlamaConfig(pad_token_id=0))
+        settings.num_labels = 2
+        model = AutoModelForSequenceClassification.from_config(
+            settings, **({} if config is None else {"megatron_config": config})
+        ).train()
+        torch.manual_seed(1)
+        model.score = nn.Linear(settings.hidden_size, 3, bias=False)
+        model.num_labels = model.config.num_labels = 3
+        ids, optimizer = torch.arange(1, 33).view(4, 8), torch.optim.SGD(model.parameters(), lr=0.1)
+        if config is not None:
+            with pytest.raises(IndexError, match="label 3 is out of bounds for 3 classes"):
+                model(input_ids=ids, labels=torch.tensor([0, 3, 1, 1]))
+        losses = []
+        for _ in range(3):
+            loss = model(input_ids=ids, labels=torch.tensor([0, 2, 1, 1])).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        return losses
+
+    [expected] = run_ranks(train, 1)
+    assert run_ranks(lambda: train(parse_layout("pp2")), 2) == [pytest.approx(expected, rel=1e-5)] * 2
 
 
 def swap_layers(model):
