@@ -54,7 +54,7 @@ def check_backward(tensors: Any, *, is_partial: bool = False) -> list[Any]:
 
 
 # Nodes of a graph that cost less to walk than to ask torch about.
-_SMALL = 64
+_SMALL = 16
 
 
 class _Probe:
