@@ -13,6 +13,9 @@ from .graph_leaves import read_local
 from .torch_autograd import inherit_forward, leave_uncompiled
 from .transformers_models import get_recorder_attributes
 
+# Attribute of local views in the call of a compiled layer.
+_IN_COMPILED_CALL = "_hf_megatron_in_compiled_call"
+
 # (module, args, kwargs) -> new (args, kwargs), or `None` to keep them.
 Enter = Callable[[Any, tuple, dict[str, Any]], tuple[tuple, dict[str, Any]] | None]
 # (module, args, output) -> a new output.
@@ -80,15 +83,26 @@ def _plain_parameters(layer: nn.Module) -> Iterator[None]:
         yield
         return
     replaced = [(module, dict(module._parameters)) for module in modules]
+    views: list[Any] = []
     try:
         for module, parameters in replaced:
             for name, parameter in parameters.items():
                 if isinstance(parameter, DTensor):
-                    module._parameters[name] = read_local(parameter)  # type: ignore[assignment]
+                    view: Any = read_local(parameter)
+                    module._parameters[name] = view
+                    setattr(view, _IN_COMPILED_CALL, True)
+                    views.append(view)
         yield
     finally:
         for module, parameters in replaced:
             module._parameters.update(parameters)
+        for view in views:
+            vars(view).pop(_IN_COMPILED_CALL, None)
+
+
+def is_in_compiled_call(tensor: torch.Tensor) -> bool:
+    """Returns whether a tensor of any shape replaces a parameter in the present call of a compiled layer."""
+    return hasattr(tensor, _IN_COMPILED_CALL)
 
 
 @cache

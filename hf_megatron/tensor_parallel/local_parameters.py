@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from ..compat.graph_leaves import read_local
 from ..compat.shared import Shared
 from ..compat.torch_autograd import in_backward, run_function
+from ..compat.torch_modules import is_in_compiled_call
 from ..compat.transformers_models import get_recorder_attributes
 from ..core.communication.collectives import copy_to_ranks
 from ..core.communication.mean_grad_ops import scale_gradient
@@ -25,9 +26,17 @@ from ..errors import UnsupportedError
 
 def local_view(parameter: Tensor | None, group: dist.ProcessGroup | None = None) -> Tensor | None:
     """Returns a parameter's local tensor, differentiable; `group`, if given, is the ranks to sum its gradient over."""
-    # Calls of compiled layers hold local views already (`compile_locally`), also where the compiler runs them eagerly.
-    local = read_local(parameter) if isinstance(parameter, DTensor) else parameter
-    if local is None or group is None:
+    if isinstance(parameter, DTensor):
+        local = read_local(parameter)
+    elif parameter is None or group is None:
+        return parameter
+    elif torch.compiler.is_dynamo_compiling() or is_in_compiled_call(parameter):
+        # Calls of compiled layers hold local views already, also where the compiler runs them eagerly.
+        local = parameter
+    else:
+        # Another module has read it.
+        return parameter
+    if group is None:
         return local
     # The compiler mistakes the view that `to_local` returns for one whose base was changed in place.
     return copy_to_ranks(local.clone() if torch.compiler.is_dynamo_compiling() else local, group, is_addend=True)
