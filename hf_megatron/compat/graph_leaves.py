@@ -181,7 +181,8 @@ def with_leaves(parameters: Iterable[Any]) -> list[Any]:
     listed = list(parameters)
     # No call per parameter: backwards of plain models ask this for all parallelized models beside them.
     references = [value.__dict__.get(_LEAF) for value in listed if isinstance(value, DTensor)]
-    return listed + [reference.value for reference in references if reference is not None]
+    # References of copied parameters are empty until their first forward.
+    return listed + [leaf for reference in references if reference and (leaf := reference.value) is not None]
 
 
 def find_owner(leaf: Tensor) -> Tensor:

@@ -63,9 +63,11 @@ class CallChecks(Shared):
                     f"labels {tuple(labels.shape)} for tokens {tuple(tokens.shape[:2])}: expected a label per token."
                 )
         # Resizing changes the vocabulary, and a script that replaces a head changes the number of labels.
-        config, are_tokens = self.model.config, self._labels_are_tokens
-        classes = config.num_labels if self._labels_are_classes else 0
-        classes = config.get_text_config().vocab_size if are_tokens else classes
+        config, are_tokens, classes = self.model.config, self._labels_are_tokens, 0
+        if are_tokens:
+            classes = config.get_text_config().vocab_size
+        elif self._labels_are_classes:
+            classes = config.num_labels
         if labels is not None and not labels.is_floating_point() and classes > 1:
             ignored = arguments.get("ignore_index", IGNORE_INDEX)
             require_tokens(labels, classes, "label", ignored, are_classes=not are_tokens)

@@ -232,7 +232,9 @@ def check_attributes(path):
         leaf = graph_leaves.find_leaf(parameter)
         assert leaf.grad is None and graph_leaves.find_owner(leaf) is parameter
         # Copies and pickles leave the leaf out.
-        assert graph_leaves.find_leaf(copy.deepcopy(parameter)) is None
+        copied = copy.deepcopy(parameter)
+        assert graph_leaves.find_leaf(copied) is None
+        assert len(graph_leaves.with_leaves([parameter])) == 2 and len(graph_leaves.with_leaves([copied])) == 1
         assert pickle.loads(pickle.dumps(vars(parameter)[graph_leaves._LEAF])).value is None
     unused = torch.nn.Parameter(torch.zeros(2))
     loss = model(**make_batch(0)).loss
