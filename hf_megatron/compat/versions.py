@@ -14,8 +14,8 @@ __version__ = "0.1.0"
 # First and last supported minor version of each library; docs/versions.md lists the tests run on them.
 CHECKED: Mapping[str, tuple[str, str]] = MappingProxyType(
     {
-        "torch": ("2.11", "2.13"),
-        "transformers": ("5.21", "5.23"),
+        "torch": ("2.11", "2.15"),
+        "transformers": ("5.21", "5.24"),
         "accelerate": ("1.13", "1.15"),
         "trl": ("1.14", "1.16"),
         # transformers 5.21 to 5.23 require at least 0.20.

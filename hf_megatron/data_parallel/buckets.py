@@ -25,19 +25,30 @@ def owned_range(entries: int, ranks: int, rank: int) -> tuple[int, int]:
     return bounds(entries, ranks, rank)
 
 
-@functools.lru_cache(maxsize=64)
-def _make_factor(factor: float, device: torch.device) -> Tensor:
-    """Returns a factor `[1]` in fp32, to which it promotes what it multiplies."""
-    return torch.full((1,), factor, dtype=torch.float32, device=device)
+class GradScale:
+    """Factor of gradients before their reduction, as a number and as tensors.
 
-
-@functools.lru_cache(maxsize=64)
-def _make_scalar(factor: float, dtype: torch.dtype) -> float | Tensor:
-    """Returns what multiplies tensors of a dtype on any device: a factor `()`, or a number that is not rounded to it.
-
-    Each product with a number first makes a tensor of it, which costs more than the product of a small gradient.
+    A product with a number first creates a tensor, which costs more than the product of a small gradient. The tensors
+    belong to a bucket and not to the process: in a dry run they are fake, and a later model must not get them.
     """
-    return torch.tensor(factor, dtype=dtype) if dtype in (torch.float32, torch.float64) else factor
+
+    def __init__(self, factor: float, device: torch.device):
+        self.factor, self.device = factor, device
+        # On CPUs, from where a scalar multiplies tensors of any device.
+        self._scalar = torch.tensor(factor, dtype=torch.float32, device="cpu")
+        # Has a dim, so that products with half-precision gradients are computed in fp32.
+        self._promoting = torch.full((1,), factor, dtype=torch.float32, device=device)
+
+    def write(self, columns: Tensor, part: Tensor) -> None:
+        """Writes `factor * part` into columns of its shape and any dtype."""
+        if self.factor == 1:
+            columns.copy_(part)
+        elif part.dtype is not columns.dtype:
+            # The product is computed in fp32: a half-precision one would be rounded before the cast.
+            torch.mul(part, self._promoting, out=columns)
+        else:
+            # A number is not rounded to the dtype of the gradient.
+            torch.mul(part, self._scalar if part.dtype is torch.float32 else self.factor, out=columns)
 
 
 @dataclass
@@ -57,8 +68,8 @@ class Slot:
     entries: int
     is_even: bool
 
-    def scatter_into(self, columns: Tensor, local: Tensor, *, factor: float, add: bool) -> None:
-        """Writes (or adds) `factor * local`, of any shape, into its columns `[ranks, width]` of the buffer.
+    def scatter_into(self, columns: Tensor, local: Tensor, *, scale: GradScale, add: bool) -> None:
+        """Writes (or adds) the scaled `local`, of any shape, into its columns `[ranks, width]` of the buffer.
 
         The padding after the last entry is not written.
         """
@@ -66,17 +77,15 @@ class Slot:
             # The usual case, once per parameter in each backward: few views and no Python call.
             part = local.reshape(-1, self.width)
             if add:
-                columns.add_(part, alpha=factor)
-            elif factor != 1 and part.dtype is columns.dtype:
-                torch.mul(part, _make_scalar(factor, part.dtype), out=columns)
+                columns.add_(part, alpha=scale.factor)
             else:
-                _write(columns, part, factor)
+                scale.write(columns, part)
             return
         for written, part in zip(self.cut_columns(columns), self.cut(local.reshape(-1)), strict=True):
             if add:
-                written.add_(part, alpha=factor)
+                written.add_(part, alpha=scale.factor)
             else:
-                _write(written, part, factor)
+                scale.write(written, part)
 
     def cut_columns(self, columns: Tensor) -> list[Tensor]:
         """Returns views without padding of its columns `[ranks, width]`: of full rows, and of the row after them."""
@@ -95,17 +104,6 @@ class Slot:
         """Returns this rank's entries in its row `[width]`."""
         start, stop = owned_range(self.entries, ranks, rank)
         return row[self.start : self.start + stop - start]
-
-
-def _write(columns: Tensor, part: Tensor, factor: float) -> None:
-    """Writes `factor * part` into columns of its shape and any dtype."""
-    if factor == 1:
-        columns.copy_(part)
-    elif part.dtype == columns.dtype:
-        torch.mul(part, _make_scalar(factor, part.dtype), out=columns)
-    else:
-        # The product is computed in fp32: a half-precision one would be rounded before the cast.
-        torch.mul(part, _make_factor(factor, columns.device), out=columns)
 
 
 @dataclass
@@ -150,19 +148,19 @@ class Bucket:
         in_rows: whether the shard is a view of this rank's row, until new gradients are accumulated.
         keys: the identities of the parameters, in the order of the slots.
         owns_all_columns: whether this rank's row has no padding.
-        factor: scales a gradient before the reduction.
+        scale: scales gradients before the reduction; only buckets of a `GradientReducer` have it.
         written: indices of slots with gradients that are not reduced yet.
         arrived: indices of slots that received a gradient in the current backward.
         used: indices of slots whose parameter has a reduced gradient on any rank.
     """
+
+    scale: GradScale
 
     def __init__(self, slots: Sequence[Slot], sharing: GradSyncGroup, dtype: torch.dtype, device: torch.device):
         self.slots, self.sharing, self.dtype, self.device = slots, sharing, dtype, device
         self.ranks = sharing.shard_size
         self.width = slots[-1].start + slots[-1].width
         self.keys = [id(slot.parameter) for slot in slots]
-        # The reduction sums, so each rank scales by 1 / ranks to get the average.
-        self.factor = 1 / sharing.divisor
         self._widths = [slot.width for slot in slots]
         self._owned = [_length(owned_range(slot.entries, self.ranks, sharing.shard_rank)) for slot in slots]
         self.owns_all_columns = self._owned == self._widths

@@ -26,7 +26,7 @@ from ..compat.torch_dtensor import dtensor_from_local, local_tensor
 from ..core.communication.bucket_collectives import ReduceScatter, gather_rows, is_pairwise, sum_over
 from ..errors import UnsupportedError
 from .bucket_assignment import make_buckets
-from .buckets import Bucket, GradBuffer
+from .buckets import Bucket, GradScale, GradBuffer
 from .grad_access import GradAccess
 from .grad_sync_groups import GradSyncGroup
 
@@ -105,6 +105,9 @@ class GradientReducer(Shared):
             None if self.bucket_size is None else self.bucket_size * _MIB,
             torch.float32 if self.main_gradients else None,
         )
+        for bucket in self.buckets:
+            # The reduction sums, so each rank scales by 1 / ranks to get the average.
+            bucket.scale = GradScale(1 / bucket.sharing.divisor, bucket.device)
         self.places = {
             key: (bucket, bucket_idx, slot_idx)
             for bucket_idx, bucket in enumerate(self.buckets)
@@ -214,7 +217,7 @@ class GradientReducer(Shared):
             columns = bucket.open_columns()
         local = gradient if type(gradient) is Tensor else local_tensor(gradient)
         add = slot_idx in bucket.written
-        bucket.slots[slot_idx].scatter_into(columns[slot_idx], local, factor=bucket.factor, add=add)
+        bucket.slots[slot_idx].scatter_into(columns[slot_idx], local, scale=bucket.scale, add=add)
         bucket.written.add(slot_idx)
         if not self.synchronize:
             return

@@ -8,7 +8,7 @@ from hf_megatron.core.communication import collectives
 from hf_megatron.core.communication.bucket_collectives import AllGather
 from hf_megatron.core.layouts import parse_layouts
 from hf_megatron.data_parallel import distributed_optimizer, grad_norm, grad_reducer, param_gather
-from hf_megatron.data_parallel.buckets import Bucket, Slot
+from hf_megatron.data_parallel.buckets import Bucket, GradScale, Slot
 from hf_megatron.tensor_parallel import region, vocab_parallel_head
 from hf_megatron.testing.parity import check_tiny_model
 from tests.helpers.shared_tiny_models import make_tiny_model
@@ -132,8 +132,8 @@ def drop_last_rank_gradients():
 
 def sum_instead_of_average():
     original = Slot.scatter_into
-    Slot.scatter_into = lambda self, rows, local_parameters, *, factor, add: original(
-        self, rows, local_parameters, factor=1.0, add=add
+    Slot.scatter_into = lambda self, rows, local_parameters, *, scale, add: original(
+        self, rows, local_parameters, scale=GradScale(1.0, scale.device), add=add
     )
 
 
@@ -162,8 +162,8 @@ def skip_param_all_gather():
 
 def drop_earlier_microbatches():
     original = Slot.scatter_into
-    Slot.scatter_into = lambda self, rows, local_parameters, *, factor, add: original(
-        self, rows, local_parameters, factor=factor, add=False
+    Slot.scatter_into = lambda self, rows, local_parameters, *, scale, add: original(
+        self, rows, local_parameters, scale=scale, add=False
     )
 
 

@@ -5,6 +5,7 @@ cannot be made from DTensors; a pickled DTensor does not record whose shard it i
 the rank that wrote the file.
 """
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -39,9 +40,20 @@ def _is_replicated(value: Any) -> bool:
     return isinstance(value, DTensor) and all(placement.is_replicate() for placement in value.placements)
 
 
-def _is_part(value: Tensor) -> bool:
-    """Returns whether a tensor is a view of another one with more entries."""
-    return isinstance(value, WrittenBack) or (value._is_view() and value._base.numel() > value.numel())  # type: ignore[union-attr]
+def _count_base_references(view: Tensor) -> int:
+    return sys.getrefcount(view._base)
+
+
+def _is_part_of_used(value: Tensor) -> bool:
+    """Returns whether a tensor is a view of one with more entries that other objects refer to, such as a flat buffer.
+
+    A part of a temporary tensor, such as the first singular vectors, is the only way to the memory of that tensor.
+    """
+    if isinstance(value, WrittenBack):
+        return True
+    if not value._is_view() or value._base.numel() <= value.numel():  # type: ignore[union-attr]
+        return False
+    return _count_base_references(value) > _count_base_references(torch.empty(2)[:1])
 
 
 def _assign(parameter: Any, value: Any) -> None:
@@ -49,11 +61,11 @@ def _assign(parameter: Any, value: Any) -> None:
 
     Raises:
         UnsupportedError: the value is not a DTensor with the parameter's placements or replicated on every rank, or is
-            a view of a larger tensor.
+            a view of a larger tensor that is still in use.
     """
     # Check the mesh: a cast creates new parameters without attributes of the old ones.
     is_own = _is_own(parameter)
-    if is_own and _is_part(value):
+    if is_own and _is_part_of_used(value):
         raise UnsupportedError(
             f"`.data` of a sharded parameter of shape {tuple(parameter.shape)} was assigned a view of a larger tensor: "
             "it would get a copy, and edits of either would not reach the other. Assign a clone(), or load the model "
