@@ -26,7 +26,7 @@ from ..compat.torch_dtensor import dtensor_from_local, local_tensor
 from ..core.communication.bucket_collectives import ReduceScatter, gather_rows, is_pairwise, sum_over
 from ..errors import UnsupportedError
 from .bucket_assignment import make_buckets
-from .buckets import Bucket, GradScale, GradBuffer
+from .buckets import Bucket, GradBuffer, GradScale
 from .grad_access import GradAccess
 from .grad_sync_groups import GradSyncGroup
 
