@@ -28,6 +28,7 @@ from transformers.utils import ModelOutput
 from ..compat.shared import Shared
 from ..compat.torch_autograd import in_backward, leave_uncompiled
 from ..compat.torch_modules import surround
+from ..compat.transformers_models import CACHE_ARGUMENTS
 from ..core.communication.rng import StreamOfPart
 from ..core.forward_hooks import ForwardHooks
 from ..core.runtime import RUNTIME
@@ -42,7 +43,6 @@ from .modality_encoders import ModalityEncoders
 from .token_exchange import gather_tokens, take_tokens
 
 _TOKENS = 1
-_CACHES = ("past_key_values", "cache_params")
 
 
 class _OfAllRanks(torch.autograd.Function):
@@ -333,7 +333,7 @@ class ContextStack(Shared):
 
 def _keeps_cache(module: Any, names: tuple[str, ...], arguments: dict[str, Any]) -> bool:
     """Returns whether a call reads or writes cached keys and values."""
-    if any(arguments.get(name) is not None for name in _CACHES):
+    if any(arguments.get(name) is not None for name in CACHE_ARGUMENTS):
         return True
     use_cache = arguments.get("use_cache")
     if use_cache is None and "use_cache" in names:

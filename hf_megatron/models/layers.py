@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from ..compat.transformers_models import fetches_attention_core
+from ..compat.transformers_models import CACHE_ARGUMENTS, fetches_attention_core
 from ..errors import UnsupportedError
 from .modalities.sample_index import reads_modalities
 from .spec import ModelSpec, generic, module_name
@@ -144,7 +144,7 @@ def _uniform_lists(model: nn.Module) -> list[str]:
 
 
 # Forward arguments through which a block keeps state of earlier tokens.
-_CACHES = frozenset(("past_key_values", "past_key_value", "cache_params", "layer_past", "use_cache"))
+_CACHES = frozenset((*CACHE_ARGUMENTS, "past_key_value", "layer_past", "use_cache"))
 
 
 def find_full_sequence_blocks(model: nn.Module, spec: ModelSpec, layers: str) -> frozenset[str]:

@@ -25,11 +25,10 @@ from transformers.cache_utils import (
     StaticCache,
 )
 
+from ..compat.transformers_models import CACHE_ARGUMENTS
 from ..errors import UnsupportedError
 from .partition import Stages
 
-# Names of the argument that holds the cache.
-_NAMES = ("past_key_values", "cache_params")
 # Caches of a decoder's tokens and of the encoder's tokens in an `EncoderDecoderCache`.
 _PARTS = ("self_attention_cache", "cross_attention_cache")
 _CLASSES = (Cache, DynamicCache, StaticCache, QuantizedCache)
@@ -37,7 +36,7 @@ _CLASSES = (Cache, DynamicCache, StaticCache, QuantizedCache)
 
 def cache_name(arguments: Mapping[str, Any]) -> str | None:
     """Returns the name of the argument that holds a cache, or `None`."""
-    return next((name for name in _NAMES if arguments.get(name) is not None), None)
+    return next((name for name in CACHE_ARGUMENTS if arguments.get(name) is not None), None)
 
 
 class StagedCache:
@@ -82,7 +81,7 @@ class StagedCache:
         name = cache_name(arguments)
         if name is not None:
             return cls(name, arguments[name], stages, rank, decoder)
-        name = next((name for name in _NAMES if name in parameters), None)
+        name = next((name for name in CACHE_ARGUMENTS if name in parameters), None)
         if name is None or not arguments.get("use_cache"):
             return None
         cache: Any = DynamicCache(config=model.config)

@@ -9,17 +9,18 @@ from torch import Tensor
 from transformers.utils import ModelOutput
 
 from ..compat.torch_autograd import is_reached
+from ..compat.transformers_models import CACHE_OUTPUT
 from ..core.unavailable_output import UnavailableOutput
 from ..errors import UnsupportedError
 from ..losses.batch_loss import BatchLoss
 from ..losses.targets import target_names
 
 # Outputs of state space models, RWKV and XLNet in addition to logits.
-_STATES = ("cache_params", "state", "mems")
+STATES = ("state", "mems") if CACHE_OUTPUT == "cache" else ("cache_params", "state", "mems")
 
 
 @dataclass
-class PipelineOutput(ModelOutput):
+class _Values(ModelOutput):
     """Output of a pipelined model, identical on every rank of the pipeline.
 
     Logits are not available in training with labels.
@@ -33,7 +34,8 @@ class PipelineOutput(ModelOutput):
         seq_relationship_logits (`Tensor`, *optional*): `[batch, 2]`.
         last_hidden_state (`Tensor`, *optional*): `[batch, sequence, hidden]`, for base models.
         pooler_output (`Tensor`, *optional*): `[batch, hidden]`, for base models with a pooler.
-        past_key_values (`Cache`, *optional*): keys and values of this rank's layers only.
+        cache (`Cache`, *optional*): keys and values of this rank's layers only; `past_key_values` until transformers
+            5.23.
     """
 
     loss: Tensor | None = None
@@ -45,7 +47,6 @@ class PipelineOutput(ModelOutput):
     seq_relationship_logits: Any = None
     last_hidden_state: Any = None
     pooler_output: Any = None
-    past_key_values: Any = None
 
     def __getattr__(self, name: str) -> Any:
         if name == "encoder_last_hidden_state":
@@ -53,7 +54,7 @@ class PipelineOutput(ModelOutput):
                 f"outputs.{name} of a pipelined model is available on one stage only. Call model.get_encoder() under "
                 "torch.no_grad(), which returns it on every rank, or load the model with pp_size=1."
             )
-        if name in _STATES:
+        if name in STATES:
             raise _OffStageOutputError(
                 f"outputs.{name} of a pipelined model: each stage has the states of its own layers. Load the model "
                 "with pp_size=1."
@@ -62,6 +63,21 @@ class PipelineOutput(ModelOutput):
             f"{type(self).__name__!r} object has no attribute {name!r}: a pipelined model returns "
             f"{', '.join(VALUES_OF_ROWS)} and losses. Load the model with pp_size=1."
         )
+
+
+if CACHE_OUTPUT == "cache":
+
+    @dataclass
+    class PipelineOutput(_Values):
+        __doc__ = _Values.__doc__
+        cache: Any = None
+
+else:
+
+    @dataclass
+    class PipelineOutput(_Values):  # type: ignore[no-redef]
+        __doc__ = _Values.__doc__
+        past_key_values: Any = None
 
 
 class _OffStageOutputError(UnsupportedError, AttributeError):

@@ -15,12 +15,10 @@ from torch import Tensor, nn
 from transformers.utils import ModelOutput
 
 from ...compat.shared import Shared
-from ...compat.transformers_models import checkpoints_activations
+from ...compat.transformers_models import CACHE_ARGUMENTS, checkpoints_activations
 from ...errors import UnsupportedError
 from ..forward_hooks import ForwardHooks
 from ..unavailable_output import UnavailableOutput
-
-_CACHES = ("past_key_values", "cache_params")
 
 
 class UnavailableCache(UnavailableOutput):
@@ -105,7 +103,7 @@ class _Hook(Shared):
             return None
         # Rebuild the output, so that the cache has its usual position in the tuple form.
         values = {field.name: getattr(output, field.name) for field in dataclasses.fields(output)}
-        unavailable = {name: UnavailableCache() for name in _CACHES if name in values and values[name] is None}
+        unavailable = {name: UnavailableCache() for name in CACHE_ARGUMENTS if name in values and values[name] is None}
         return type(output)(**values | unavailable) if unavailable else None
 
 
@@ -162,7 +160,7 @@ def leave_out(model: Any, arguments: dict[str, Any]) -> None:
 
 
 def _caches(arguments: Mapping[str, Any]) -> list[Any]:
-    return [arguments[name] for name in _CACHES if arguments.get(name) is not None]
+    return [arguments[name] for name in CACHE_ARGUMENTS if arguments.get(name) is not None]
 
 
 def _makes_cache(model: Any, arguments: Mapping[str, Any]) -> bool:

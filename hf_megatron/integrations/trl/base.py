@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from ...compat.ecosystem import trl_output, trl_sums
 from ...compat.torch_dtensor import local_tensor
-from ...compat.transformers_models import count_tokens_once, prepends_tokens
+from ...compat.transformers_models import CACHE_ARGUMENTS, count_tokens_once, prepends_tokens
 from ...compat.versions import warn_unchecked_versions
 from ...config import MegatronConfig, validate_world_size
 from ...core.off_stage import own_state_dict
@@ -225,7 +225,7 @@ def _with_scores(
         kwargs |= {"use_cache": False, "return_dict": True}
         rows = ROWS_OF_REPLICAS.get()
         if rows is not None:
-            if kwargs.get("past_key_values") is not None:
+            if any(kwargs.get(name) is not None for name in CACHE_ARGUMENTS):
                 raise UnsupportedError(
                     "Prefix tuning is not supported with a loss over the batch of several data-parallel ranks, "
                     "because the prefixes belong to the samples of all ranks. Use dp_size=1, another adapter, or "

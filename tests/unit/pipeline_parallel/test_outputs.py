@@ -3,10 +3,10 @@
 import pytest
 
 from hf_megatron.errors import UnsupportedError
-from hf_megatron.pipeline_parallel.outputs import PipelineOutput
+from hf_megatron.pipeline_parallel.outputs import STATES, PipelineOutput
 
 
-@pytest.mark.parametrize("name", ["cache_params", "state", "mems", "encoder_last_hidden_state"])
+@pytest.mark.parametrize("name", [*STATES, "encoder_last_hidden_state"])
 def test_single_stage_outputs_are_rejected_by_name(name):
     with pytest.raises(UnsupportedError, match=f"outputs.{name} of a pipelined model.*pp_size=1"):
         getattr(PipelineOutput(), name)
