@@ -23,7 +23,7 @@ from tests.structure import ROOT
 
 DATA = ROOT / "tests" / "matrix.json"
 NEWEST: Mapping[str, str] = MappingProxyType(
-    {"torch": "2.13", "transformers": "5.23", "accelerate": "1.15", "trl": "1.16", "peft": "0.21"}
+    {"torch": "2.15", "transformers": "5.24", "accelerate": "1.15", "trl": "1.16", "peft": "0.21"}
     | {"sentence_transformers": "6.2"}
 )
 OLDEST: Mapping[str, str] = MappingProxyType(
@@ -38,6 +38,8 @@ MIDDLE: Mapping[str, str] = MappingProxyType(
 COMBINATIONS: Mapping[str, Mapping[str, str]] = MappingProxyType(
     {
         "newest": {**NEWEST, "python": "3.13"},
+        "torch 2.14": {**NEWEST, "torch": "2.14", "python": "3.12"},
+        "torch 2.13": {**NEWEST, "torch": "2.13", "transformers": "5.23", "python": "3.11"},
         "middle": {**MIDDLE, "python": "3.12"},
         "oldest": {**OLDEST, "python": "3.11"},
     }
@@ -126,14 +128,16 @@ def run_combination(name: str, folder: Path, minutes: float, workers: int) -> di
     with (folder / f"{name}.log").open("w", encoding="utf-8") as out:
         subprocess.run(command, cwd=ROOT, env=variables, stdout=out, stderr=subprocess.STDOUT, check=False)
     versions = subprocess.run(
-        [str(python), "-m", "hf_megatron.cli", "env"], capture_output=True, text=True, check=True, cwd=ROOT
+        [str(python), "-m", "hf_megatron.cli", "env", "--json"], capture_output=True, text=True, check=True, cwd=ROOT
     )
+    environment = json.loads(versions.stdout)
     test_ids = json.loads(log.with_suffix(".tests").read_text(encoding="utf-8"))
     # Drops tests that were renamed or removed since an interrupted run.
     results = {test: outcome for test, outcome in outcomes(log).items() if test in set(test_ids)}
     counts = {outcome: sum(value == outcome for value in results.values()) for outcome in ("passed", "skipped")}
     return {
-        "versions": json.loads(versions.stdout),
+        "versions": {"python": environment["python"]}
+        | {name: library["installed"] for name, library in environment["libraries"].items() if library["installed"]},
         "first tier": len(test_ids),
         **counts,
         "failed": sorted(test for test, outcome in results.items() if outcome == "failed"),

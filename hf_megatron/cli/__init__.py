@@ -4,7 +4,7 @@ from typing import Annotated
 
 import typer
 
-from . import check, conversion, data, debug, env, hub, plan, timeline
+from . import check, conversion, data, debug, device, env, hub, plan, timeline
 from .exit_codes import reporting_interrupts
 from .options import CHECKING, CHECKPOINTS, DATA, DEBUGGING, HUB, PLANNING
 
@@ -29,7 +29,7 @@ COMMANDS = (
     (PLANNING, "plan", plan.search, "meta-llama/Llama-3.1-70B --num-gpus 64 --gpu h100 --seq-length 8192"),
     (PLANNING, "show", plan.show, "llama --layout tp4+sp"),
     (PLANNING, "dry-run", plan.dry_run, "meta-llama/Llama-3.1-70B --num-gpus 64 --layout tp8+sp+pp4+zero1"),
-    (PLANNING, "measure-device", env.measure_this_machine, "my_gpu.yaml --like h100"),
+    (PLANNING, "measure-device", device.measure_this_machine, "my_gpu.yaml --like h100"),
     (CHECKING, "check", check.check, "qwen3 --layout tp2,tp2+sp,pp2"),
     (CHECKING, "timeline", timeline.timeline, "llama --layout pp2+mb8 --schedule zbv --output timelines"),
     (CHECKING, "new-family", check.new_family, "lilt > hf_megatron/models/families/lilt.py"),
@@ -39,7 +39,7 @@ COMMANDS = (
     (CHECKPOINTS, "convert-adapter", conversion.convert_adapter, "lora bridge-lora --to bridge --base model"),
     (HUB, "push", hub.push, "outputs/checkpoint-500 me/run"),
     (HUB, "pull", hub.pull, "me/run checkpoint --layout tp2+pp2 --ranks 0-1"),
-    (DEBUGGING, "env", env.env, ""),
+    (DEBUGGING, "env", env.env, "--patches"),
 )
 for panel, name, function, example in COMMANDS:
     app.command(name, rich_help_panel=panel, epilog=f"Example: hf-megatron {name} {example}".rstrip())(function)

@@ -65,10 +65,15 @@ def warn_unchecked_versions() -> None:
             _warn_unchecked_version(library, installed_version(library))
 
 
+def is_checked_version(library: str, version: str) -> bool:
+    """Returns whether a version of a library in `CHECKED` is in its range."""
+    first, last = CHECKED[library]
+    return _minor(first) <= _minor(version) <= _minor(last)
+
+
 @cache
 def _warn_unchecked_version(library: str, version: str) -> None:
-    first, last = CHECKED[library]
-    if not _minor(first) <= _minor(version) <= _minor(last):
+    if not is_checked_version(library, version):
         checked = ", ".join(f"{name} {low} to {high}" for name, (low, high) in CHECKED.items())
         warnings.warn(
             f"hf_megatron was not tested with {library} {version} (tested: {checked}). Results may differ from a "

@@ -358,7 +358,7 @@ def test_modes_and_training_state():
 
 @pytest.mark.parametrize(
     ("model_type", "message"),
-    [("bloom", "BloomAttention"), ("falcon", "FalconAttention"), ("gptj", "GPTJAttention"), ("mamba", "no attention")],
+    [("bloom", "BloomAttention"), ("falcon", "FalconAttention"), ("mpt", "MptAttention"), ("mamba", "no attention")],
 )
 def test_unsupported_attention_is_rejected(model_type, message):
     with torch.device("meta"):
