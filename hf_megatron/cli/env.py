@@ -101,7 +101,9 @@ def _describe_layout() -> str:
         layout = config_from_environment()
     except ConfigError as error:
         return f"not valid: {error}"
-    changed = {name: value for name, value in layout.to_dict().items() if value != getattr(MegatronConfig(), name, None)}
+    changed = {
+        name: value for name, value in layout.to_dict().items() if value != getattr(MegatronConfig(), name, None)
+    }
     return ", ".join(f"{name}={value}" for name, value in changed.items()) or "none"
 
 

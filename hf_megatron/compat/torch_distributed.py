@@ -162,12 +162,14 @@ def default_store(prefix: str) -> dist.Store:
 
 
 def set_group_timeouts(seconds: float) -> None:
-    """Sets the timeout of this rank's process groups (`_set_pg_timeout`, private in torch 2.11 to 2.13)."""
-    from torch.distributed.distributed_c10d import _set_pg_timeout, _world
+    """Sets the timeout of this rank's process groups (`_set_pg_timeout`, private; public from torch 2.15)."""
+    from torch.distributed import distributed_c10d
+    from torch.distributed.distributed_c10d import _world
 
+    set_timeout = getattr(distributed_c10d, "set_timeout", None) or distributed_c10d._set_pg_timeout
     for group in list(_world.pg_map):
         if dist.get_rank(group) >= 0:
-            _set_pg_timeout(timedelta(seconds=seconds), group)
+            set_timeout(timedelta(seconds=seconds), group)
 
 
 def group_description(group: Any) -> str | None:

@@ -43,7 +43,9 @@ def discard_unsharded_gradients(states: Iterable[Any], parameters: Iterable[torc
     identities = None if parameters is None else set(map(id, parameters))
     for sharded in states:
         if identities is None or id(sharded.sharded_param) in identities:
-            sharded.unsharded_accumulated_grad = None
+            if "unsharded_accumulated_grad" in vars(sharded):
+                # From torch 2.15 it is a property: the unsharded weight's `.grad`.
+                sharded.unsharded_accumulated_grad = None
             if (unsharded := vars(sharded).get("_unsharded_param")) is not None:
                 unsharded.grad = None
 

@@ -34,6 +34,7 @@ def glm5_next_text(model: Any) -> ModelSpec:
 
 
 @register_model("glm4_moe")
+@register_model("sarvam_moe")
 def glm4_moe(model: Any) -> ModelSpec:
     # Per-head norms: all heads share one weight and each rank has some of the heads, so gradients are all-reduced.
     norms = ("layers.*.self_attn.q_norm", "layers.*.self_attn.k_norm") if model.config.use_qk_norm else ()
