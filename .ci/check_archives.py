@@ -1,4 +1,4 @@
-"""Check of a release: `check_archives.py DIST VERSION` prints the contents of its archives; exits with 1 on a problem."""
+"""Check of a release: `check_archives.py DIST VERSION` prints what is in its archives; exits with 1 on a problem."""
 
 import sys
 import tarfile

@@ -49,7 +49,7 @@ def collect_environment(*, check_patches: bool = False) -> dict[str, Any]:
         check_patches (`bool`, defaults to `False`): whether to import all libraries and apply all patches, which takes
             seconds.
     """
-    libraries = {}
+    libraries: dict[str, dict[str, Any]] = {}
     for name in ("hf_megatron", *_LIBRARIES):
         try:
             version = installed_version(name)
