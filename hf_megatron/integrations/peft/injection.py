@@ -6,7 +6,6 @@ from functools import partial
 from typing import Any
 
 from ...compat.torch_autograd import called_module
-from ...compat.torch_fsdp import unwrapped_class
 from ...errors import UnsupportedError
 from .checks import (
     has_codes,
@@ -236,11 +235,6 @@ def cast_adapter(original: Callable, self: Any, *args: Any, **kwargs: Any) -> No
     original(self, *args, **kwargs)
     if (state := parallel_state(self.model)) is not None:
         state.data_parallel.scan()  # type: ignore[union-attr]
-
-
-def base_model_class(original: Callable, self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Returns the class of the base model, without the FSDP2 class that is prepended to it."""
-    return unwrapped_class(original(self, *args, **kwargs))
 
 
 def merge_adapter(original: Callable, self: Any, *args: Any, **kwargs: Any) -> Any:

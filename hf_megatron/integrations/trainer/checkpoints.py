@@ -213,23 +213,21 @@ def _from_shards(load: Callable[[Any, Path], None]) -> Callable:
 
 @_from_shards
 def load_optimizer_and_scheduler(trainer: Any, checkpoint: Path) -> None:
-    """Loads the optimizer's and the scheduler's state, saved on any layout."""
+    """Loads the states of the optimizer, the scheduler and the loss scaler, saved on any layout.
+
+    Trainer reads the scaler's from a file of its own, which sharded checkpoints do not have.
+    """
     opened = Checkpoint(checkpoint)
     load_optimizers(adapted_module(model_inside(trainer.model)), _optimizers(trainer), opened)
     if opened.metadata.get("converted"):
+        # A converted checkpoint has only the step.
         advance_scheduler(trainer.lr_scheduler, trainer.state.global_step)
-    else:
-        trainer.lr_scheduler.load_state_dict(read_packed(checkpoint / LOOP)["scheduler"])
-
-
-@_from_shards
-def load_scaler(trainer: Any, checkpoint: Path) -> None:
-    """Loads the loss scaler's state; a converted checkpoint has none."""
-    if Checkpoint(checkpoint).metadata.get("converted"):
         return
-    saved, scaler = read_packed(checkpoint / LOOP)["scaler"], getattr(trainer.accelerator, "scaler", None)
-    if saved and scaler is not None:
-        scaler.load_state_dict(saved)
+    states = read_packed(checkpoint / LOOP)
+    trainer.lr_scheduler.load_state_dict(states["scheduler"])
+    scaler = getattr(trainer.accelerator, "scaler", None)
+    if states["scaler"] and scaler is not None:
+        scaler.load_state_dict(states["scaler"])
 
 
 @_from_shards

@@ -27,9 +27,10 @@ from .termination import TerminationCallback
 
 
 def has_mixed_dtensor(original: Callable, tensors: Iterable[Tensor]) -> bool:
-    """Returns `False` for parameters of a parallelized model, else upstream's answer.
+    """Returns `False` for parameters or gradients of a parallelized model, else upstream's answer.
 
-    Optimizers step on the local shards of a parallelized model, so they never see its DTensor meshes.
+    Optimizers step on the local shards of a parallelized model, so they never see its DTensor meshes. Of gradients,
+    Trainer's norm over several meshes would ignore ZeRO shards and earlier clipping; Accelerate's is replaced.
     """
     local_params = [parameter for parameter in tensors if not is_off_stage(parameter)]
     is_parallelized = any(isinstance(one, DTensor) and is_layout_mesh(one.device_mesh) for one in local_params)
@@ -140,11 +141,6 @@ def build_accelerator_args(original: Callable, self: Any, **kwargs: Any) -> dict
     if state is not None:
         arguments["parallelism_config"] = parallelism_config(state.config.ranks_per_replica)
     return arguments
-
-
-def has_mixed_mesh_grads(original: Callable, self: Any, model: Any) -> bool:
-    """Returns False so that Trainer avoids the multi-mesh norm, which ignores ZeRO shards and earlier clipping."""
-    return original(self, model) if parallel_state(self.model) is None else False
 
 
 def sync_replicated_trainable_parameters(original: Callable, self: Any, model: Any) -> None:

@@ -8,5 +8,6 @@ from ..spec_helpers import corrected_spec
 
 
 @register_model("apertus")
+@register_model("apertus1p5_text")
 def apertus(model: Any) -> ModelSpec:
     return corrected_spec(model, {"layers.*.mlp.act_fn": "replicated_with_grad_allreduce"})

@@ -770,3 +770,18 @@ def test_hook_outputs_match_single_process(source):
             for tensor, expected in zip(outputs_on_rank, one, strict=True):
                 assert_all_close(tensor, expected)
         run_on_layout(hook_adapter_factor, text)
+
+
+def save_without_task(layout, source, folder):
+    model = get_peft_model(load_model(source, layout), LoraConfig(r=2, target_modules=["q_proj"]))
+    model.save_pretrained(folder)
+
+
+def test_base_model_class_is_the_stock_one(sources, tmp_path):
+    """Without a task, PEFT records the class of the base model, to which FSDP2 prepends its own."""
+    run_on_layout(save_without_task, "dp2+zero3", sources["llama"], tmp_path)
+    recorded = json.loads((tmp_path / "adapter_config.json").read_text())["auto_mapping"]
+    assert recorded == {
+        "base_model_class": "LlamaForCausalLM",
+        "parent_library": "transformers.models.llama.modeling_llama",
+    }
