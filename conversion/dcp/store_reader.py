@@ -1,7 +1,7 @@
 """Reader of `torch.distributed.checkpoint` folders, global tensors in chunks, without torch's loaders.
 
 `.metadata` is a pickle, which torch would execute; here it is only parsed (`safe_pickle`). The accepted class names
-are the ones that torch 2.11 to 2.13, transformers, Accelerate and megatron-core 0.15 and 0.16 write.
+are the ones that torch, transformers, Accelerate and megatron-core 0.15 and 0.16 write.
 """
 
 from collections.abc import Mapping, Sequence

@@ -59,7 +59,7 @@ def trl_sums(loss: torch.Tensor, aux_loss: torch.Tensor | None, fields: Mapping[
 
 
 def enlarge_word_cache(tokenizer: Any, words: int) -> None:
-    """Enlarges the word cache of a `tokenizers` tokenizer, if its model has one (private in 0.22)."""
+    """Enlarges the word cache of a `tokenizers` tokenizer, if its model has one (private)."""
     resize = getattr(tokenizer.model, "_resize_cache", None)
     if resize is not None:
         resize(words)

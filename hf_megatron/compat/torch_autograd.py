@@ -30,12 +30,12 @@ def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def in_backward() -> bool:
-    """Returns whether autograd is running a backward on this thread (private in torch 2.11 to 2.13)."""
+    """Returns whether autograd is running a backward on this thread (private)."""
     return torch._C._current_graph_task_id() != -1
 
 
 def hooks_on_saved_tensors_are_free() -> bool:
-    """Returns whether saved-tensor hooks are enabled and none are active (private in torch 2.11 to 2.13)."""
+    """Returns whether saved-tensor hooks are enabled and none are active (private)."""
     autograd: Any = torch._C._autograd
     return autograd._saved_tensors_hooks_is_enabled() and autograd._top_saved_tensors_default_hooks(True) is None
 
@@ -172,13 +172,13 @@ def accumulators(leaves: list[torch.Tensor]) -> list[Any]:
 def leaves_in_graphs(leaves: list[torch.Tensor]) -> list[torch.Tensor]:
     """Returns the leaves, of any shape, that a graph may refer to: their accumulators hold them.
 
-    `torch.utils.swap_tensors` asks in the same way (private in torch 2.11 to 2.13).
+    `torch.utils.swap_tensors` asks in the same way (private).
     """
     return [leaf for leaf in leaves if leaf._use_count() > 1]  # type: ignore[attr-defined]
 
 
 def backward_node(function: Any) -> Any:
-    """Returns the class of the graph nodes that an autograd function creates (private in torch 2.11 to 2.13)."""
+    """Returns the class of the graph nodes that an autograd function creates (private)."""
     return function._backward_cls
 
 
@@ -205,7 +205,7 @@ def is_asked_for(leaf: torch.Tensor) -> bool:
 
 
 def writes_to(func: Any, args: tuple, kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
-    """Returns the tensors of any shape that an operator writes to (`_schema`, private in torch 2.11 to 2.13)."""
+    """Returns the tensors of any shape that an operator writes to (`_schema`, private)."""
     written = []  # type: ignore[var-annotated]
     for index, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
@@ -220,7 +220,7 @@ def changes_shape_in_place(func: Any) -> bool:
 
 
 def step_hook_last(optimizer: Any, handle: Any) -> None:
-    """Moves a step pre-hook of an optimizer after all others (private in torch 2.11 to 2.13)."""
+    """Moves a step pre-hook of an optimizer after all others (private)."""
     hooks = optimizer._optimizer_step_pre_hooks
     hooks[handle.id] = hooks.pop(handle.id)
 
@@ -228,7 +228,7 @@ def step_hook_last(optimizer: Any, handle: Any) -> None:
 def switch_mean_to_sum(func: Any, args: tuple) -> tuple | None:
     """Returns a loss backward's arguments with the reduction changed from mean to sum; `None` for other reductions.
 
-    The enum values are from `torch.nn.functional._Reduction`, private in torch 2.11 to 2.13.
+    The enum values are from `torch.nn.functional._Reduction`, private.
     """
     place = [argument.name for argument in func._schema.arguments].index("reduction")
     if len(args) <= place or args[place] != 1:
@@ -242,7 +242,7 @@ def draws_numbers(func: Any) -> bool:
 
 
 def returns_view(func: Any) -> bool:
-    """Returns whether an operator returns views of its first argument (`_schema`, private in torch 2.11 to 2.13)."""
+    """Returns whether an operator returns views of its first argument (`_schema`, private)."""
     aliases = [value.alias_info for value in func._schema.returns if value.alias_info is not None]
     return bool(aliases) and not any(alias.is_write for alias in aliases)
 
@@ -279,13 +279,13 @@ def detachable(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def gradient_hooks(parameter: torch.Tensor) -> int:
-    """Returns the number of gradient hooks of a parameter of any shape (private in torch 2.11 to 2.13)."""
+    """Returns the number of gradient hooks of a parameter of any shape (private)."""
     return len(parameter._backward_hooks or ()) + len(parameter._post_accumulate_grad_hooks or ())
 
 
 @contextmanager
 def without_gradient_hooks(parameters: Iterable[torch.Tensor]) -> Iterator[None]:
-    """Disables the gradient hooks of parameters inside (private in torch 2.11 to 2.13)."""
+    """Disables the gradient hooks of parameters inside (private)."""
     saved_hooks = [
         (hooks, dict(hooks))
         for p in parameters
@@ -305,7 +305,7 @@ def is_reached(edge: tuple[Any, int]) -> bool:
     """Returns, inside a backward, whether it continues to a tensor rather than only computing other gradients.
 
     Args:
-        edge: an entry of `next_functions` (`_will_engine_execute_node`, private in torch 2.11 to 2.13).
+        edge: an entry of `next_functions` (`_will_engine_execute_node`, private).
     """
     try:
         return torch._C._will_engine_execute_node(edge[0])
@@ -317,19 +317,19 @@ def is_reached(edge: tuple[Any, int]) -> bool:
 
 
 def keeps_graph() -> bool:
-    """Returns, inside a backward, whether the graph is retained (private in torch 2.11 to 2.13)."""
+    """Returns, inside a backward, whether the graph is retained (private)."""
     return torch._C._autograd._get_current_graph_task_keep_graph()
 
 
 def global_forward_hooks() -> tuple[Callable[..., Any], ...]:
-    """Returns the forward hooks registered for all modules (private in torch 2.11 to 2.13)."""
+    """Returns the forward hooks registered for all modules (private)."""
     from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_hooks
 
     return (*_global_forward_pre_hooks.values(), *_global_forward_hooks.values())
 
 
 def has_global_backward_hooks() -> bool:
-    """Returns whether backward hooks are registered for all modules (private in torch 2.11 to 2.13)."""
+    """Returns whether backward hooks are registered for all modules (private)."""
     from torch.nn.modules.module import _global_backward_hooks, _global_backward_pre_hooks
 
     return bool(_global_backward_hooks or _global_backward_pre_hooks)
@@ -358,14 +358,14 @@ def around_all_modules(enter: Callable[..., None], leave: Callable[..., None]) -
 
 
 def dispatch_modes() -> list[Any]:
-    """Returns the active dispatch modes (private in torch 2.11 to 2.13)."""
+    """Returns the active dispatch modes (private)."""
     from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
     return list(_get_current_dispatch_mode_stack())
 
 
 def without_dispatch_modes() -> AbstractContextManager[Any]:
-    """Disables dispatch modes inside (private in torch 2.11 to 2.13)."""
+    """Disables dispatch modes inside (private)."""
     from torch.utils._python_dispatch import _disable_current_modes
 
     return cast(AbstractContextManager[Any], _disable_current_modes())

@@ -151,7 +151,7 @@ def all_gather_started(output: torch.Tensor, shard: torch.Tensor, group: Any) ->
 
 
 def default_store(prefix: str) -> dist.Store:
-    """Returns a separate client of the job's store (`_get_default_store`, private in torch 2.11 to 2.13).
+    """Returns a separate client of the job's store (`_get_default_store`, private).
 
     The store's default client is locked while the creation of a process group blocks on it.
     """
@@ -257,7 +257,7 @@ def communication_through(
         call: takes the original call, the group, the method's name and its arguments.
         wait: takes the original wait and the work.
 
-    torch's own functions call these methods, which are class attributes (private in torch 2.11 to 2.13).
+    torch's own functions call these methods, which are class attributes (private).
     """
     group, work = dist.ProcessGroup, dist.Work
     throughs = [_Through(group, name, vars(group)[name]) for name in _SENDING if name in vars(group)]
@@ -273,7 +273,7 @@ def communication_through(
 
 
 def flight_record() -> str | None:
-    """Returns torch's flight record as JSON; `None` if nothing was recorded (private in torch 2.13).
+    """Returns torch's flight record as JSON; `None` if nothing was recorded (private).
 
     gloo's collectives are recorded from torch 2.13.
     """
@@ -288,7 +288,7 @@ def flight_record() -> str | None:
 
 
 def group_members() -> dict[str, list[int]]:
-    """Returns the ranks of each process group of this rank, by group name (private in torch 2.11 to 2.13)."""
+    """Returns the ranks of each process group of this rank, by group name (private)."""
     from torch.distributed.distributed_c10d import _world
 
     members = ((group, ranks) for group, ranks in _world.pg_group_ranks.items() if group in _world.pg_names)

@@ -15,7 +15,7 @@ from .versions import _minor
 
 
 def split_mesh_axis(mesh: DeviceMesh, sizes: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
-    """Splits the first mesh axis into several (`DeviceMesh._unflatten`, private in torch 2.11 to 2.13)."""
+    """Splits the first mesh axis into several (`DeviceMesh._unflatten`, private)."""
     return mesh._unflatten(0, sizes, names)
 
 
@@ -25,12 +25,12 @@ def flat_mesh(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
 
 
 def strided_shard(dim: int, groups: int) -> Any:
-    """Returns the placement that splits each of a dim's `groups` equal blocks (private in torch 2.11 to 2.13)."""
+    """Returns the placement that splits each of a dim's `groups` equal blocks (private)."""
     return _StridedShard(dim=dim, split_factor=groups)
 
 
 def make_wrapper(cls: Any, like: torch.Tensor, device: torch.device) -> Any:
-    """Creates a tensor of a subclass without storage, shaped and typed as `like` (private in torch 2.11 to 2.13)."""
+    """Creates a tensor of a subclass without storage, shaped and typed as `like` (private)."""
     return torch.Tensor._make_wrapper_subclass(
         cls, like.shape, strides=like.stride(), dtype=like.dtype, device=device, requires_grad=False
     )
@@ -75,7 +75,7 @@ def count_shard_blocks(placement: Any) -> int:
 def place_in_run(sharding: Any, source: Any, index: int) -> int | None:
     """Maps the index of a dim-0 slice to one that transformers' loader recognizes as local.
 
-    The loader (5.21 to 5.23) assumes that a rank's slices form one contiguous range; a dim whose blocks are split
+    The loader assumes that a rank's slices form one contiguous range; a dim whose blocks are split
     individually has several.
 
     Args:
@@ -112,7 +112,7 @@ def accept_full(sharding: Any, parameter: DTensor) -> None:
 
 
 def root_mesh(mesh: DeviceMesh) -> DeviceMesh:
-    """Returns the mesh from which a mesh was sliced (private in torch 2.11 to 2.13)."""
+    """Returns the mesh from which a mesh was sliced (private)."""
     return mesh._get_root_mesh()
 
 
@@ -176,8 +176,7 @@ class _LocalView(torch.autograd.Function):
 def dtensor_local_view(parameter: DTensor) -> torch.Tensor:
     """Returns the differentiable local tensor of a parameter of any shape; its gradient arrives as a DTensor.
 
-    Uses private fields and the constructor of `DTensor`, unchanged in torch 2.11 to 2.13; the compiler supports
-    `to_local`.
+    Uses private fields and the constructor of `DTensor`; the compiler supports `to_local`.
     """
     return parameter.to_local() if torch.compiler.is_dynamo_compiling() else _LocalView.apply(parameter)
 

@@ -15,7 +15,7 @@ def unsharded_parameters(model: Any) -> list[torch.Tensor]:
 
 
 def sharded_states(model: Any) -> list[Any]:
-    """Returns FSDP2's states of the parameters that it shards (private in torch 2.11 to 2.13)."""
+    """Returns FSDP2's states of the parameters that it shards (private)."""
     from torch.distributed.fsdp import FSDPModule
 
     units = [module for module in model.modules() if isinstance(module, FSDPModule)]
@@ -68,7 +68,7 @@ def fill_missing_gradients(
 ) -> None:
     """Fills gradients of a unit's weights that a backward did not reach before FSDP2 reduces the unit.
 
-    Otherwise ranks would reduce different sets of weights (private in torch 2.11 to 2.13; 2.13 has an option for
+    Otherwise ranks would reduce different sets of weights (private; 2.13 has an option for
     zeros).
 
     Args:
@@ -109,7 +109,7 @@ def keep_class_name(model: Any) -> None:
 
 
 def unwrapped_class(cls: type) -> type:
-    """Returns a class without the FSDP2 class that is prepended to it (private in torch 2.11 to 2.13)."""
+    """Returns a class without the FSDP2 class that is prepended to it (private)."""
     from torch.distributed.fsdp import FSDPModule
 
     return cls.__mro__[2] if issubclass(cls, FSDPModule) else cls
@@ -118,7 +118,7 @@ def unwrapped_class(cls: type) -> type:
 def replace_sharded(
     model: Any, parameter: torch.nn.Parameter, local: torch.Tensor, shape: torch.Size
 ) -> torch.nn.Parameter:
-    """Replaces a weight that FSDP2 shards by one of another shape (private in torch 2.11 to 2.13).
+    """Replaces a weight that FSDP2 shards by one of another shape (private).
 
     Args:
         local: the new weight, `[...]`, as the other axes leave it on this rank.
@@ -170,7 +170,7 @@ def find_units(root: Any) -> None:
 def finishing_itself(model: Any) -> Iterator[None]:
     """Finalizes FSDP2's nested backwards at their own end rather than at the end of the outer backward.
 
-    FSDP2 records that its final callback is queued in the current backward (private in torch 2.11 to 2.13).
+    FSDP2 records that its final callback is queued in the current backward (private).
     """
     context = model._get_fsdp_state()._state_ctx
     before, context.post_backward_final_callback_queued = context.post_backward_final_callback_queued, False

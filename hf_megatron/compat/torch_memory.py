@@ -23,7 +23,7 @@ def share_memory(first: torch.Tensor, second: torch.Tensor) -> bool:
 
 
 def fake_mode() -> Any:
-    """Creates a fake tensor mode that also accepts real tensors (private in torch 2.11 to 2.13)."""
+    """Creates a fake tensor mode that also accepts real tensors (private)."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     return FakeTensorMode(allow_non_fake_inputs=True)
@@ -81,14 +81,14 @@ def wraps_inner_tensors(kind: type) -> bool:
 
 
 def join_fake_job(rank: int, world_size: int) -> None:
-    """Initializes a fake process group whose collectives return immediately (a test utility of torch 2.11 to 2.13)."""
+    """Initializes a fake process group whose collectives return immediately (a test utility of torch)."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
 
 
 def allocated_bytes(profiler: Any) -> list[int]:
-    """Returns a profiler's allocations in bytes, frees as negative numbers, in order (private in torch 2.13)."""
+    """Returns a profiler's allocations in bytes, frees as negative numbers, in order (private)."""
     events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
     return [event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())]
 
@@ -141,7 +141,7 @@ class LateCopy:
 def check_soon(condition: torch.Tensor, error: Callable[[], Exception]) -> None:
     """Raises an error unless a scalar condition holds; on an accelerator, without synchronizing with it.
 
-    There the device itself fails (`_assert_async`, private in torch 2.11 to 2.13).
+    There the device itself fails (`_assert_async`, private).
     """
     if is_async_device(condition.device):
         torch._assert_async(condition)
@@ -150,12 +150,12 @@ def check_soon(condition: torch.Tensor, error: Callable[[], Exception]) -> None:
 
 
 def rebuild_tensor() -> Callable[..., torch.Tensor]:
-    """Returns the function that rebuilds tensors from `torch.save` storages (private in torch 2.11 to 2.13)."""
+    """Returns the function that rebuilds tensors from `torch.save` storages (private)."""
     return torch._utils._rebuild_tensor_v2
 
 
 def storage_info(relative_path: str, offset: int, length: int) -> Any:
-    """Returns the location of a blob in a distributed checkpoint (`_StorageInfo`, private in torch 2.11 to 2.13)."""
+    """Returns the location of a blob in a distributed checkpoint (`_StorageInfo`, private)."""
     from torch.distributed.checkpoint.filesystem import _StorageInfo
 
     return _StorageInfo(relative_path, offset, length)
@@ -163,7 +163,7 @@ def storage_info(relative_path: str, offset: int, length: int) -> Any:
 
 @contextmanager
 def snapshot_on_oom(path: Path) -> Iterator[None]:
-    """Writes a snapshot of torch's CUDA allocator on out-of-memory errors inside (private in torch 2.11 to 2.13)."""
+    """Writes a snapshot of torch's CUDA allocator on out-of-memory errors inside (private)."""
     memory: Any = torch.cuda.memory
 
     def write(*args: Any) -> None:

@@ -25,7 +25,7 @@ def pipeline_orders(
 ) -> tuple[tuple[tuple[str, int, int], ...], ...]:
     """Returns each rank's sequence in one of torch's pipeline schedules: (computation, stage, microbatch).
 
-    Computations are torch's letters: F, B, I and W (`pipeline_order` and `_Action`, private in torch 2.11 to 2.13). An
+    Computations are torch's letters: F, B, I and W (`pipeline_order` and `_Action`, private). An
     overlapped forward and backward is listed as its parts in sequence; idle slots are omitted.
     """
     from torch.distributed import pipelining
@@ -53,7 +53,7 @@ def add_sends_and_receives(
     """Inserts SEND_F, RECV_F, SEND_B and RECV_B into orders, between stages of different ranks.
 
     Each receive is inserted into its rank's order at the same time as the send into the other's, so blocking on either
-    cannot deadlock (`_add_send_recv`, private in torch 2.11 to 2.13).
+    cannot deadlock (`_add_send_recv`, private).
     """
     from torch.distributed.pipelining.schedules import _Action, _add_send_recv, _ComputationType
 

@@ -17,7 +17,7 @@ CACHE_ARGUMENTS = ("cache", "past_key_values", "cache_params")
 # The field of outputs; from 5.24 the earlier names are properties.
 CACHE_OUTPUT = "cache" if _minor(installed_version("transformers")) >= (5, 24) else "past_key_values"
 
-# Styles in transformers' ALL_PARALLEL_STYLES (5.21 to 5.23) that model plans use. Other names appeared later, and
+# Styles in transformers' ALL_PARALLEL_STYLES that model plans use. Other names appeared later, and
 # `registry.derive` rejects them.
 KNOWN_STYLES = frozenset(
     {

@@ -18,7 +18,7 @@ CHECKED: Mapping[str, tuple[str, str]] = MappingProxyType(
         "transformers": ("5.21", "5.24"),
         "accelerate": ("1.13", "1.15"),
         "trl": ("1.14", "1.16"),
-        # transformers 5.21 to 5.23 require at least 0.20.
+        # These transformers require at least 0.20.
         "peft": ("0.20", "0.21"),
         "sentence_transformers": ("6.0", "6.2"),
     }
