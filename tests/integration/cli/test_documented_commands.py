@@ -67,6 +67,7 @@ OTHER_TESTS = {
     r"python -m pytest .*|ruff check \.": ".ci/run",
     r"python benchmarks/.*": "tests/integration/test_benchmarks.py",
     r"python -m tests\.matrix .*": "tests/matrix.json",
+    r"python -m tests\.upgrade.*": "tests/unit/test_upgrade.py",
     r"python -m tests\.where .*": "tests/unit/test_suite.py",
     r"python -m tests\.generated_docs": "tests/integration/test_docs.py",
     r"python -m tests\.helpers\.loop_patterns.*": "tests/integration/fuzz/test_patterns.py",
