@@ -33,6 +33,7 @@ _TARGETS: Mapping[str, tuple[str, str | None, str | None]] = MappingProxyType(
             for name in ("sft", "dpo", "kto", "grpo", "rloo")
         },
         "peft.utils.save_and_load:_reshard_dtensor_values_for_load": ("peft", "0.21", None),
+        "sentence_transformers.base.trainer:distributed_evaluation": ("sentence_transformers", "6.2", None),
         "trl.trainer.sft_trainer:_patch_chunked_ce_lm_head": ("trl", None, "1.15"),
     }
 )

@@ -191,6 +191,14 @@ def _keeping_value(name: str) -> Callable[..., Any]:
     return method
 
 
+def _detach(self: Any) -> Any:
+    if torch.is_inference_mode_enabled() and not self.is_inference() and _is_own(self):
+        # torch cannot detach a DTensor in inference mode; `module.to(device)` does for each parameter.
+        with torch.inference_mode(False):
+            return pass_on_value(self, Tensor.detach(self), "detach")
+    return pass_on_value(self, Tensor.detach(self), "detach")
+
+
 def _reduce(self: Any, protocol: Any) -> Any:
     if (full := collected_value(self)) is not None:
         return full.__reduce_ex__(protocol)
@@ -236,6 +244,7 @@ class TensorMethods:
         self._methods = {
             **{name: _with_plain_losses(getattr(Tensor, name)) for name in _ARITHMETIC},
             **{name: _keeping_value(name) for name in VALUE_PRESERVING},
+            "detach": _detach,
             **{name: _on_full_model(name, _is_cut_by_two) for name in _RESHAPES},
             **{name: _on_full_model(name, _is_cut_twice) for name in _PARTS},
             "full_tensor": _full_tensor(DTensor.full_tensor),

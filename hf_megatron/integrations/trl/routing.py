@@ -61,7 +61,6 @@ def token_numbers(
     input_ids: Tensor,
     attention_mask: Tensor,
     logits_to_keep: int,
-    batch_size: int | None = None,
     *args: Any,
     **kwargs: Any,
 ) -> Any:
@@ -70,10 +69,12 @@ def token_numbers(
     context: AbstractContextManager[None] = nullcontext()
     if generated and model is self.model and not _is_reference(model):
         recorded_routing = _fitted(generated[-1], input_ids.shape[1])
-        calls = [part.contiguous() for part in recorded_routing.split(batch_size or len(input_ids), 1)]
+        # Keyword-only in TRL 1.14.
+        batch_size = kwargs.get("batch_size", args[0] if args else None) or len(input_ids)
+        calls = [part.contiguous() for part in recorded_routing.split(batch_size, 1)]
         context = replay_routing(unwrap_parallel_model(model), Routing(generated[-1].layers, calls))
     with context:
-        return original(self, model, input_ids, attention_mask, logits_to_keep, *args, batch_size=batch_size, **kwargs)
+        return original(self, model, input_ids, attention_mask, logits_to_keep, *args, **kwargs)
 
 
 def replaying(trainer: Any, rows: dict[str, Any]) -> AbstractContextManager[None]:

@@ -10,7 +10,13 @@ from ..type_facts import FIXED_POSITIONS, TypeFacts, register_facts
 
 @register_model("roformer")
 def roformer(model: Any) -> ModelSpec:
-    return corrected_spec(model, pre_layer_arguments=("sinusoidal_pos",), sequence_dims={"sinusoidal_pos": 2})
+    return corrected_spec(
+        model,
+        # From transformers 5.24 the angles have a gradient, to which each rank's heads contribute.
+        {"encoder.embed_positions": "replicated_with_grad_allreduce"},
+        pre_layer_arguments=("sinusoidal_pos",),
+        sequence_dims={"sinusoidal_pos": 2},
+    )
 
 
 register_facts(

@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 from hf_megatron import ConfigError, prepare_optimizer
+from hf_megatron.compat.transformers_models import CACHE_OUTPUT
 from hf_megatron.core.fork_harness import run_ranks
 from hf_megatron.parallelize import parallel_state
 from tests.helpers.cure_patterns import CurePatterns, expect_error, is_parallel
@@ -329,7 +330,7 @@ def test_layer_called_after_the_model(tiny, text):
         loss = model(**shard_batch(model, make_batch(0))).loss
         hook.remove()
         [(args, kwargs)] = calls
-        output = layer(*(value.detach() for value in args), **{**kwargs, "past_key_values": None})
+        output = layer(*(value.detach() for value in args), **{**kwargs, CACHE_OUTPUT: None})
         # All ranks have equally many samples, so that the mean over ranks is the global mean.
         (loss + output.pow(2).mean()).backward()
         return loss.item(), float(nn.utils.clip_grad_norm_(model.parameters(), 1e9))

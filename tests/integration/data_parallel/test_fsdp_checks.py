@@ -5,6 +5,7 @@ import contextlib
 import pytest
 import torch
 
+from hf_megatron.compat.transformers_models import CACHE_OUTPUT
 from tests.helpers.training import PatternRuns, make_batch, shard_batch
 
 LAYOUTS = ["dp2+zero3", "tp2+dp2+zero3"]
@@ -45,7 +46,7 @@ def call_layer(loop):
     loss = loop.loss(0)
     hook.remove()
     [(args, kwargs)] = calls
-    output = layer(*(value.detach() for value in args), **{**kwargs, "past_key_values": None})
+    output = layer(*(value.detach() for value in args), **{**kwargs, CACHE_OUTPUT: None})
     # All ranks have equally many samples, so that the mean over ranks is the global mean.
     (loss + output.float().pow(2).mean()).backward()
     loop.losses.append(loss.item())

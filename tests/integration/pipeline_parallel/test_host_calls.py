@@ -11,8 +11,9 @@ from tests.helpers.python_calls import count_calls
 
 DEPTHS = (4, 12)
 MICROBATCHES = (4, 8)
+# From transformers 5.24 its layers and attention rename arguments, which is four calls per layer of a microbatch.
 # Calls on the rank that makes more; stages by hand on `torch.distributed.pipelining` make 201, 87, 106 and 0.
-BOUNDS = {"microbatch": 650, "layer of a microbatch": 130, "call": 1550, "layer of a call": 220}
+BOUNDS = {"microbatch": 650, "layer of a microbatch": 135, "call": 1550, "layer of a call": 220}
 
 
 @pytest.fixture(scope="module")

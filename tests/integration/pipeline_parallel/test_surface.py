@@ -28,6 +28,7 @@ from transformers import (
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from hf_megatron import ConfigError, MegatronConfig, RankError, UnsupportedError, local_named_parameters
+from hf_megatron.compat.transformers_models import CACHE_OUTPUT
 from hf_megatron.core.fork_harness import run_ranks
 from hf_megatron.core.layouts import parse_layouts
 from hf_megatron.models.verification_gate import ConfigUnderTest
@@ -243,10 +244,10 @@ def test_unavailable_cache_raises_when_read(text):
         with pytest.raises(UnsupportedError, match="No KV cache is available"):
             model(input_ids=ids, past_key_values=output.past_key_values)
         # The order of outputs matches a single process.
-        assert list(model(input_ids=ids)) == ["logits", "past_key_values"]
+        assert list(model(input_ids=ids)) == ["logits", CACHE_OUTPUT]
         assert list(model(input_ids=ids, use_cache=False)) == ["logits"]
         if text == "tp2":
-            assert list(model(input_ids=ids, output_hidden_states=True))[1:] == ["past_key_values", "hidden_states"]
+            assert list(model(input_ids=ids, output_hidden_states=True))[1:] == [CACHE_OUTPUT, "hidden_states"]
             assert len(model(input_ids=ids, return_dict=False)) == 2
 
     run_ranks(on_rank, 2)

@@ -656,7 +656,7 @@ def test_unsupported_configs_are_rejected(sources):
             "MULTITASK_PROMPT_TUNING of PEFT",
         ),
         (PromptEncoderConfig(encoder_reparameterization_type="LSTM", **prompts), "encoder_reparameterization_type"),
-        (PromptTuningConfig(modules_to_save=["norm"], **prompts), "PROMPT_TUNING of PEFT with modules_to_save"),
+        (PromptTuningConfig(modules_to_save=["norm"], **prompts), "PROMPT_TUNING of PEFT with a trained copy of norm"),
         (lora(target_modules=["lm_head"]), "A PEFT adapter on lm_head"),
         (lora(target_modules=["embed_tokens"], use_dora=True), "A PEFT adapter on model.embed_tokens"),
         (lora(init_lora_weights="orthogonal"), "init_lora_weights = 'orthogonal'"),
