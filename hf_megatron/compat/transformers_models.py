@@ -5,17 +5,18 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
+from importlib import metadata
 from types import MappingProxyType
 from typing import Any
 
 import torch
 
-from .versions import _minor, installed_version
+from .versions import _minor
 
 # Arguments that hold a cache: `cache` from transformers 5.24, whose forwards rename the earlier ones.
 CACHE_ARGUMENTS = ("cache", "past_key_values", "cache_params")
 # The field of outputs; from 5.24 the earlier names are properties.
-CACHE_OUTPUT = "cache" if _minor(installed_version("transformers")) >= (5, 24) else "past_key_values"
+CACHE_OUTPUT = "cache" if _minor(metadata.version("transformers")) >= (5, 24) else "past_key_values"
 
 # Styles in transformers' ALL_PARALLEL_STYLES that model plans use. Other names appeared later, and
 # `registry.derive` rejects them.
