@@ -25,7 +25,7 @@ MIXING = {
     "gpt2": set(),
     "bloom": {"self_attention"},
     "falcon": {"self_attention"},
-    "gptj": {"attn"},
+    "gpt_neo": {"attn"},
     "qwen3_next": {"linear_attn"},
     "jamba": {"mamba"},
     "granitemoehybrid": {"mamba"},
@@ -33,7 +33,7 @@ MIXING = {
     "kimi_linear": {"self_attn"},
 }
 # Of these no rank of a row computes a part of the heads; Granite's mixer has one group of states for all of them.
-FULL_SEQUENCE = {"bloom", "falcon", "gptj", "granitemoehybrid"}
+FULL_SEQUENCE = {"bloom", "falcon", "gpt_neo", "granitemoehybrid"}
 
 
 @functools.lru_cache(maxsize=1)
