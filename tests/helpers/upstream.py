@@ -11,6 +11,7 @@ Python version. `python -m tests.helpers.upstream FILE` writes those of the curr
 """
 
 import ast
+import contextlib
 import fnmatch
 import hashlib
 import importlib
@@ -128,6 +129,11 @@ def find_target(target: str) -> Any:
         if isinstance(value, FunctionType) and name in value.__code__.co_freevars:
             value = (value.__closure__ or ())[value.__code__.co_freevars.index(name)].cell_contents
             continue
+        if isinstance(value, ModuleType) and hasattr(value, "__path__") and not hasattr(value, name):
+            # A submodule is an attribute of its package only once it is imported.
+            with contextlib.suppress(ModuleNotFoundError):
+                value = importlib.import_module(f"{value.__name__}.{name}")
+                continue
         try:
             # Classes are searched statically, so that class methods and properties stay unbound.
             value = inspect.getattr_static(value, name) if isinstance(value, type) else getattr(value, name)
