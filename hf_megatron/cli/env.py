@@ -1,4 +1,4 @@
-"""`hf-megatron env`: the environment as a bug report needs it."""
+"""Environment report for bug reports (`hf-megatron env`)."""
 
 import importlib
 import json
@@ -37,7 +37,7 @@ def env(
         bool, typer.Option(help="Import every library, apply every patch, and list those that do not apply.")
     ] = False,
 ) -> None:
-    """Print what a bug report needs: versions and their tested ranges, devices, layout variables and patches."""
+    """Print versions and their tested ranges, devices, layout variables and patches, for a bug report."""
     report = collect_environment(check_patches=patches)
     typer.echo(json.dumps(report, indent=2) if as_json else render_environment(report))
 
@@ -75,11 +75,7 @@ def _describe_devices() -> dict[str, Any]:
     import torch
     import torch.distributed as dist
 
-    backends = {
-        name: getattr(dist, f"is_{name}_available")() if dist.is_available() else False
-        for name in ("nccl", "gloo", "mpi", "xccl", "ucc")
-        if hasattr(dist, f"is_{name}_available")
-    }
+    backends = {"nccl": dist.is_nccl_available(), "gloo": dist.is_gloo_available(), "xccl": dist.is_xccl_available()}
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     kind = "cpu" if accelerator is None else accelerator.type
     devices: dict[str, Any] = {"type": kind, "backends": [name for name, available in backends.items() if available]}
