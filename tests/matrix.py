@@ -38,6 +38,7 @@ MIDDLE: Mapping[str, str] = MappingProxyType(
 COMBINATIONS: Mapping[str, Mapping[str, str]] = MappingProxyType(
     {
         "newest": {**NEWEST, "python": "3.13"},
+        "python 3.14": {**NEWEST, "python": "3.14"},
         "torch 2.14": {**NEWEST, "torch": "2.14", "python": "3.11"},
         "torch 2.13": {**NEWEST, "torch": "2.13", "transformers": "5.23", "python": "3.11"},
         "middle": {**MIDDLE, "python": "3.12"},

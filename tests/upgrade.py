@@ -7,8 +7,9 @@
 The command makes an environment with the named versions in the folder, and the versions of the current environment for
 everything else. It compares each replaced function and each upstream symbol of `compat/` with `tests/upstream.json`,
 which `--record` writes from the current environment, and prints what changed, moved and is gone, by the patch or file
-that depends on it. `changes.diff` in the folder has the differences of the sources, if the current environment has the
-recorded versions. Failed tests are grouped by the innermost patch in their traceback.
+that depends on it, and the model types whose code changed. `changes.diff` in the folder has the differences of the
+sources, if the current environment has the recorded versions. Failed tests are grouped by the innermost patch in their
+traceback.
 """
 
 import argparse
@@ -128,7 +129,17 @@ def render_report(before: Snapshot, after: Snapshot, changes: Sequence[Change], 
     lines += ["", f"new model types: {', '.join(types)}"] * bool(types)
     removed = sorted(set(before.model_types) - set(after.model_types))
     lines += ["", f"model types that are gone: {', '.join(removed)}"] * bool(removed)
+    if types_to_compare := list_changed_types(before, after):
+        total = len(set(before.model_types) & set(after.model_types))
+        lines += ["", f"code of {len(types_to_compare)} of {total} model types changed: compare them with"]
+        lines.append(f"  hf-megatron check {' '.join(types_to_compare)} --layout tp2,tp2+sp,pp2")
     return "\n".join(lines) + "\n"
+
+
+def list_changed_types(before: Snapshot, after: Snapshot) -> list[str]:
+    """Returns the model types of both snapshots whose modeling files differ."""
+    common = set(before.model_types) & set(after.model_types)
+    return sorted(name for name in common if before.model_types[name] != after.model_types[name])
 
 
 def _public(version: str) -> str:

@@ -4,7 +4,7 @@
     copies        functions that a pattern of the table matches in any module
     symbols       names that `compat/` imports from upstream libraries, and attribute chains that start at them
     attributes    private attributes that `compat/` reads from objects, searched for by name only
-    model types   of transformers
+    model types   of transformers, with the code of each
 
 A fingerprint is a hash of the source without comments, docstrings and indentation, so that it is the same on every
 Python version. `python -m tests.helpers.upstream FILE` writes those of the current environment.
@@ -61,7 +61,7 @@ class Fingerprint:
 
 @dataclass
 class Snapshot:
-    """Fingerprints of one environment: `module:attribute.path` -> fingerprint."""
+    """Fingerprints of one environment: `module:attribute.path` -> fingerprint, and model type -> hash of its code."""
 
     versions: dict[str, str]
     patches: dict[str, Fingerprint]
@@ -69,7 +69,7 @@ class Snapshot:
     symbols: dict[str, Fingerprint]
     attributes: dict[str, list[str]]
     missing_attributes: list[str]
-    model_types: list[str]
+    model_types: dict[str, str]
 
     def tables(self) -> Mapping[str, dict[str, Fingerprint]]:
         """Returns the fingerprints by section."""
@@ -287,6 +287,23 @@ def iter_copies() -> Iterator[tuple[str, Fingerprint]]:
                     yield target, Fingerprint([pattern.target], kind, target, compute_digest(source))
 
 
+# Model types
+
+
+def hash_model_code() -> dict[str, str]:
+    """Returns the hash of each model type's modeling files; empty for a type whose models another folder defines."""
+    from transformers import models
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES, model_type_to_module_name
+
+    [folder] = models.__path__
+    digests: dict[str, str] = {}
+    for model_type in sorted(CONFIG_MAPPING_NAMES):
+        paths = sorted(Path(folder, *model_type_to_module_name(model_type).split(".")).glob("modeling_*.py"))
+        sources = [path.read_text(encoding="utf-8") for path in paths]
+        digests[model_type] = compute_digest("\n".join(sources)) if sources else ""
+    return digests
+
+
 # Snapshots
 
 
@@ -297,8 +314,6 @@ def take_snapshot() -> Snapshot:
 
     PATCH_REGISTRY.disable()
     os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
-
     replacements: dict[str, list[str]] = {}
     for patch in PATCHES:
         replacements.setdefault(patch.target, []).append(patch.replacement.removeprefix("hf_megatron."))
@@ -311,7 +326,7 @@ def take_snapshot() -> Snapshot:
         symbols={name: take_fingerprint(name, used_by) for name, used_by in symbols.items()},
         attributes=attributes,
         missing_attributes=sorted(name for name in attributes if name not in known),
-        model_types=sorted(CONFIG_MAPPING_NAMES),
+        model_types=hash_model_code(),
     )
 
 

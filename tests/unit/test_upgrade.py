@@ -81,7 +81,7 @@ def test_record_matches_installed_code(tmp_path):
 
 def make_snapshot(**patches):
     versions = {"transformers": "5.23.0", "torch": "2.13.0+cpu"}
-    return Snapshot(versions, patches, {}, {}, {"_name": ["compat/a.py"]}, [], ["bert"])
+    return Snapshot(versions, patches, {}, {}, {"_name": ["compat/a.py"]}, [], {"bert": "1", "gpt2": "1"})
 
 
 def make_fingerprint(source="a\nb", place="m:f", kind="function"):
@@ -103,7 +103,7 @@ def test_changed_moved_and_gone_functions_are_told_apart():
         versions={"transformers": "5.24.0", "torch": "2.13.0"},
         copies={"new": make_fingerprint()},
         missing_attributes=["_name"],
-        model_types=["bert", "dory"],
+        model_types={"bert": "1", "gpt2": "2", "dory": "3"},
     )
     changes = compare_snapshots(before, after)
     assert [(change.kind, change.name) for change in changes] == [
@@ -116,6 +116,7 @@ def test_changed_moved_and_gone_functions_are_told_apart():
     assert "edited [+2 -1]  <- trainer.trainer:init" in report and "[m:f -> n:f]" in report
     assert "gone [same name in transformers.other]" in report and "_name  <- compat/a.py" in report
     assert "new model types: dory" in report
+    assert "code of 1 of 2 model types changed" in report and "hf-megatron check gpt2 --layout" in report
     diff = render_diff(before, after, changes)
     assert "=== edited (trainer.trainer:init)" in diff and "-b\n+c\n+d\n" in diff
 
