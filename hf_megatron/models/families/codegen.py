@@ -9,7 +9,7 @@ from ..type_facts import TypeFacts, register_facts
 
 _HEADS = ("num_attention_heads", "head_dim")
 ATTENTION = HeadBlock(
-    # From transformers 5.24 the forward splits its projections by `embed_dim`; earlier versions use it in `__init__` only.
+    # The forward of transformers 5.24 splits its projections by `embed_dim`; earlier ones do not read it.
     ("num_attention_heads", "embed_dim"),
     {"qkv_proj.weight": (0, (_HEADS,) * 3), "out_proj.weight": (1, (_HEADS,))},
     # Hard-coded in the forward.
