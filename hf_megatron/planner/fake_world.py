@@ -32,6 +32,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..checkpoint import initialize
+from ..compat.shard_safe import shard_safe
 from ..compat.torch_memory import fake_mode, is_fake, join_fake_job, take_fakes_for_real
 from ..core.communication import collectives, rng, watchdog
 from ..core.communication.collectives import bounds
@@ -147,7 +148,7 @@ def run_fake_places(
             collectives.uses_gloo = collectives.gathers_into_parts = lambda group: True
             watchdog.watch_ranks = lambda *args, **kwargs: None  # type: ignore[assignment]
         else:
-            attend = functools.partial(_attended, nn.functional.scaled_dot_product_attention)
+            attend = shard_safe(functools.partial(_attended, nn.functional.scaled_dot_product_attention))
             nn.functional.scaled_dot_product_attention = attend  # type: ignore[assignment]
         original = initialize.initialize
 

@@ -166,7 +166,8 @@ def _functions(module: nn.Module) -> dict[str, Any]:
 
 
 def _filter_functions(names: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in names.items() if inspect.isroutine(value)}
+    # Also partials and callable objects, which `inspect.isroutine` tells from functions differently by Python version.
+    return {name: value for name, value in names.items() if callable(value) and not isinstance(value, type)}
 
 
 def _is_exchanged(present: Any, before: Any) -> bool:

@@ -158,10 +158,10 @@ def test_checkpoint_removed_during_listing_is_skipped(tmp_path, monkeypatch):
     """Removes the checkpoint before each `stat` call of the listing in turn."""
     save_checkpoint(tmp_path / "run" / "checkpoint-1")
     shutil.copytree(tmp_path / "run", tmp_path / "before")
-    looks, stat = [], Path.stat
+    looks, stat = [], os.stat
 
     def remove_before_look(count, path, **arguments):
-        if "checkpoint-1" in path.parts:
+        if "checkpoint-1" in Path(path).parts:
             looks.append(path)
             if len(looks) == count:
                 shutil.rmtree(tmp_path / "run" / "checkpoint-1")
@@ -172,7 +172,7 @@ def test_checkpoint_removed_during_listing_is_skipped(tmp_path, monkeypatch):
         shutil.rmtree(tmp_path / "run")
         shutil.copytree(tmp_path / "before", tmp_path / "run")
         with monkeypatch.context() as patch:
-            patch.setattr(Path, "stat", lambda path, count=count, **kwargs: remove_before_look(count, path, **kwargs))
+            patch.setattr(os, "stat", lambda path, count=count, **kwargs: remove_before_look(count, path, **kwargs))
             checkpoints = committed(tmp_path / "run")
         if len(looks) < count:
             break

@@ -2,6 +2,7 @@
 
 import copy
 import re
+from functools import partial
 
 import pytest
 import torch
@@ -546,13 +547,25 @@ def test_modules_called_outside_the_model(path, name, text):
             assert (loss, norm) == pytest.approx(expected, rel=1e-5)
 
 
-@pytest.mark.parametrize("name", ["LlamaMLP.forward", "apply_rotary_pos_emb"])
-def test_replacement_before_loading_must_be_shard_safe(path, name):
+def call_stock(stock, *args, **kwargs):
+    return stock(*args, **kwargs)
+
+
+@pytest.mark.parametrize(
+    ("owner", "name"),
+    [
+        (modeling_llama.LlamaMLP, "LlamaMLP.forward"),
+        (modeling_llama, "apply_rotary_pos_emb"),
+        (F, "scaled_dot_product_attention"),
+    ],
+)
+def test_replacement_before_loading_must_be_shard_safe(path, owner, name):
     def on_rank():
-        owner = modeling_llama.LlamaMLP if "." in name else modeling_llama
         attribute = name.rpartition(".")[2]
         stock = getattr(owner, attribute)
-        setattr(owner, attribute, lambda *args, **kwargs: stock(*args, **kwargs))
+        # A partial is no method: as a class attribute it would not receive the module.
+        wrapper = (lambda *args, **kwargs: stock(*args, **kwargs)) if owner is not F else partial(call_stock, stock)
+        setattr(owner, attribute, wrapper)
         model = AutoModelForCausalLM.from_pretrained(path, megatron_config=parse_layout("tp2")).train()
         with pytest.raises(UnsupportedError, match=f"{name} was replaced"):
             model(**make_batch(0))

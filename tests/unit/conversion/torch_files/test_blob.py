@@ -4,6 +4,7 @@ import io
 import os
 import pickle
 import struct
+import sys
 import zipfile
 from pathlib import Path
 
@@ -271,4 +272,6 @@ def test_concatenated_archives_are_rejected(tmp_path):
         archives.append(buffer.getvalue())
     bad = tmp_path / "both"
     bad.write_bytes(b"".join(archives))
-    assert_rejected(lambda: read_saved(bad), str(bad), "it is several concatenated")
+    # Python 3.14's `zipfile` rejects such a file itself.
+    reason = "it is several concatenated" if sys.version_info < (3, 14) else "is not a torch.save file: "
+    assert_rejected(lambda: read_saved(bad), str(bad), reason)
