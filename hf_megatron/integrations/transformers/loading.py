@@ -350,11 +350,11 @@ def initialize_missing_keys(original: Callable, self: Any, *args: Any, **kwargs:
         return original(self, *args, **kwargs)
     named = dict(self.named_parameters(remove_duplicate=False))
     missing = {name for name, parameter in named.items() if not getattr(parameter, "_is_hf_initialized", False)}
-    for name in named.keys() - missing:
-        # The loader replaces a parameter that the class froze with a trainable one, but makes a DTensor follow the old
-        # parameter.
-        if isinstance(named[name], DTensor) and named[name].is_floating_point():
-            named[name].requires_grad_(True)
+    for parameter in named.values():
+        # The loader replaces a parameter that the class froze with a trainable one, also if no file has it, but makes a
+        # DTensor follow the old parameter.
+        if isinstance(parameter, DTensor) and parameter.is_floating_point():
+            parameter.requires_grad_(True)
     initialize_missing(self, state, missing)
     result = original(self, *args, **kwargs)
     # Users may draw these weights again with `model.apply(model._init_weights)`, which skips marked parameters.
