@@ -71,7 +71,9 @@ def test_wrong_compiled_attention_is_detected(monkeypatch):
 @pytest.mark.parametrize(("layout", "kind", "recompute"), list(EXPECTED))
 def test_number_of_graphs_does_not_grow_with_the_layers(layout, kind, recompute, tmp_path):
     run_ranks(save_model, 1, kind, str(tmp_path))
-    assert count_graphs(layout, kind, recompute, str(tmp_path)) == [EXPECTED[layout, kind, recompute]] * 2
+    expected_graphs, most_breaks = EXPECTED[layout, kind, recompute]
+    for graphs, breaks in count_graphs(layout, kind, recompute, str(tmp_path)):
+        assert graphs == expected_graphs and breaks <= most_breaks
 
 
 def test_compiled_attention_keeps_no_graph_after_its_tensors():
