@@ -27,7 +27,9 @@ from typing import NamedTuple
 from xml.etree import ElementTree
 
 from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
+from packaging.version import InvalidVersion, Version
 
 from tests.helpers.upstream import LIBRARIES, Fingerprint, Snapshot, take_snapshot
 from tests.structure import ROOT
@@ -166,6 +168,14 @@ def list_requirements(pins: Mapping[str, str]) -> list[str]:
     return [*requirements.values(), *(f"{name}=={pins[name]}" for name in unknown)]
 
 
+def list_releases(library: str) -> list[str] | None:
+    """Returns a library's releases, newest first, as pip sees them; `None` if pip cannot list them."""
+    command = [sys.executable, "-m", "pip", "index", "versions", library, "--pre"]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    listed = re.search(r"^Available versions: (.+)$", result.stdout, re.MULTILINE)
+    return None if listed is None else listed[1].split(", ")
+
+
 def prepare_environment(folder: Path, pins: Mapping[str, str]) -> Path:
     """Returns the interpreter of an environment with the pinned versions; makes it unless it exists.
 
@@ -241,7 +251,9 @@ def _parse_pins(texts: Sequence[str], parser: argparse.ArgumentParser) -> dict[s
     pins = {}
     for text in texts:
         name, _, version = text.partition("==")
-        if not version or not re.fullmatch(r"[\w.!+-]+", version):
+        try:
+            Version(version)
+        except InvalidVersion:
             parser.error(f"{text!r}: expected LIBRARY==VERSION")
         if (canonical := canonicalize_name(name)) not in (*_LIBRARY_NAMES, "huggingface-hub", "tokenizers", "datasets"):
             parser.error(f"{name}: expected one of {', '.join(_LIBRARY_NAMES)}, huggingface-hub, tokenizers, datasets")
@@ -265,6 +277,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not options.libraries or options.folder is None:
         parser.error("expected LIBRARY==VERSION and --folder, or --record")
     pins = _parse_pins(options.libraries, parser)
+    for name, version in pins.items():
+        releases = list_releases(name)
+        if releases is not None and not any(
+            SpecifierSet(f"=={version}").contains(release, prereleases=True) for release in releases
+        ):
+            parser.error(f"{name}=={version}: no such release; the newest are {', '.join(releases[:5])}")
     folder = options.folder.resolve()
     folder.mkdir(parents=True, exist_ok=True)
     recorded, before = Snapshot.read(RECORD), take_snapshot()

@@ -19,7 +19,7 @@ from ..compat.torch_autograd import in_backward, step_hook_last
 from ..compat.torch_memory import is_async_device
 from ..core.communication.full_tensor import list_placed_gradients
 from ..core.off_stage import OffStageTensor, is_off_stage
-from ..errors import ConfigError, UnsupportedError
+from ..errors import CheckpointError, ConfigError, UnsupportedError
 from .combined_optimizers import COMBINED, find_parts, list_stepping
 from .engine import DataParallel, get_engine
 from .finite_verdict import FiniteVerdict, skips_on_device
@@ -33,6 +33,9 @@ from .optimizer_classes import is_elementwise, is_layer_wise, known_elementwise
 from .optimizer_state import StateByParameter, has_stepped, has_tensors
 from .param_gather import ParamAllGather
 from .step_status import GradStatus
+
+# Key of an optimizer's state dict: parameter name -> `MainParam.describe_shard()`.
+SHARDS = "shards"
 
 
 class ShardedOptimizer:
@@ -455,9 +458,22 @@ class _TakenOver:
             packed = super().state_dict()  # type: ignore[misc]
         names = [leaf.name for leaf in self._hf_megatron.leaves]
         groups = [{**group, "params": [names[index] for index in group["params"]]} for group in packed["param_groups"]]
-        return {"state": {names[index]: state for index, state in packed["state"].items()}, "param_groups": groups}
+        return {
+            "state": {names[index]: state for index, state in packed["state"].items()},
+            "param_groups": groups,
+            SHARDS: {leaf.name: leaf.describe_shard() for leaf in self._hf_megatron.leaves},
+        }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        own_shards = {leaf.name: leaf.describe_shard() for leaf in self._hf_megatron.leaves}
+        saved_shards = state_dict.get(SHARDS, {})
+        others = [name for name, shard in saved_shards.items() if own_shards.get(name, shard) != shard]
+        if others:
+            raise CheckpointError(
+                f"This optimizer state dict has another rank's or layout's shard of {others[0]} (and {len(others) - 1} "
+                "more). Save and load optimizer.state_dict() on every rank, or use accelerator.save_state() or "
+                "Trainer's checkpoints, which load on any layout."
+            )
         index_of = {leaf.name: index for index, leaf in enumerate(self._hf_megatron.leaves)}
         named = [name for group in state_dict["param_groups"] for name in group["params"]]
         unknown = sorted(set(map(str, named)) - index_of.keys())

@@ -54,6 +54,15 @@ class MainParam:
         is_local = local_tensor(self.parameter).numel() == self.parameter.numel()
         return self.full is not None or (is_local and not self.flat)
 
+    def describe_shard(self) -> list[int]:
+        """Returns what tells this rank's shard from another rank's: the entries, and the place in the device mesh."""
+        if self.full is not None:
+            return []
+        mesh, placements = getattr(self.parameter, "device_mesh", None), getattr(self.parameter, "placements", ())
+        coordinate = () if mesh is None else mesh.get_coordinate() or ()
+        place = (index for index, where in zip(coordinate, placements, strict=False) if not where.is_replicate())
+        return [self.start, self.stop, *place]
+
     def view(self) -> Tensor:
         """Returns a view of the model parameter's entries, with the shape of `tensor`."""
         return self.own(self.parameter)

@@ -6,6 +6,7 @@ Every rank gets the output, and the decoder is called with it afterwards, once p
 import functools
 import inspect
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,6 +20,13 @@ from .stage_payload import Message
 
 _KIND = ("encoder",)
 _TAG = 0
+
+
+@dataclass
+class _EncoderOutput(BaseModelOutput):
+    """Output of an encoder that was called alone. Decoders of MoE models copy its router logits, for the loss only."""
+
+    router_logits: Any = None
 
 
 def pipelined_encoder(pipeline: Pipeline, forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -72,7 +80,7 @@ def _encode(pipeline: Pipeline, forward: Callable[..., Any], arguments: dict[str
     transport.forget([_KIND])
     # [batch, sequence, hidden], from the rank of the encoder's last layer to all ranks of the pipeline.
     local: tuple[Tensor, ...] = (output.last_hidden_state,) if rank == rank_of[last] else ()
-    return BaseModelOutput(last_hidden_state=transport.broadcast(local, rank_of[last]).tensors[0])
+    return _EncoderOutput(last_hidden_state=transport.broadcast(local, rank_of[last]).tensors[0])
 
 
 def _full_call(pipeline: Pipeline, arguments: dict[str, Any]) -> dict[str, Any]:

@@ -98,7 +98,10 @@ def split(
 
 def _part(name: str, value: Any, rows: int, part: slice) -> Any:
     if isinstance(value, Tensor):
-        return _rows(name, value, rows, part)
+        samples = _rows(name, value, rows, part)
+        # Some models fill padding of their inputs in place (FSMT). Views share a version counter, so an edit of one
+        # microbatch would invalidate what autograd saved of another.
+        return samples if samples.is_floating_point() else samples.clone()
     if isinstance(value, tuple | list):
         return type(value)(_part(name, item, rows, part) for item in value)
     if isinstance(value, ModelOutput):

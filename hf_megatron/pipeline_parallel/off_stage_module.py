@@ -154,6 +154,12 @@ class Placeholder(OffStageModule, nn.Module):
         for part, child in self._parts.items():
             child.list_weights(names_in(part, names))
 
+    def unfreeze(self) -> None:
+        """Makes the off-stage parameters trainable, as the stock loader does with those that their class froze."""
+        self._trained = {name: self._weights[name].is_floating_point() for name in self._trained}
+        for part in self._parts.values():
+            part.unfreeze()
+
     def __iter__(self) -> Iterator["Placeholder"]:
         if not issubclass(self._kind, nn.ModuleList | nn.Sequential):
             raise TypeError(f"'{self._kind.__name__}' object is not iterable")

@@ -6,6 +6,7 @@ import sys
 
 import pytest
 
+from tests import upgrade
 from tests.helpers.upstream import (
     Fingerprint,
     Snapshot,
@@ -159,8 +160,19 @@ def test_pins_replace_ranges():
     assert any(line.startswith("pytest") for line in requirements)
 
 
-@pytest.mark.parametrize("arguments", [["transformers"], ["numpy==1.0", "--folder", "x"], ["torch==2.15"], []])
+@pytest.mark.parametrize(
+    "arguments",
+    [["transformers"], ["numpy==1.0", "--folder", "x"], ["torch==2.15"], ["torch==abc", "--folder", "x"], []],
+)
 def test_wrong_arguments_are_rejected(arguments, capsys):
     with pytest.raises(SystemExit):
         main(arguments)
     assert "expected" in capsys.readouterr().err
+
+
+def test_release_that_does_not_exist_is_rejected_before_anything_is_made(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(upgrade, "list_releases", lambda library: ["5.24.0", "5.23.0"])
+    with pytest.raises(SystemExit):
+        main(["transformers==99.0.0", "--folder", str(tmp_path / "folder")])
+    assert "transformers==99.0.0: no such release; the newest are 5.24.0, 5.23.0" in capsys.readouterr().err
+    assert not (tmp_path / "folder").exists()

@@ -159,10 +159,10 @@ def _require_fitting(self: Any, model: Any) -> None:
     state = _state(model)
     if not is_ours(self):
         raise ConfigError(
-            "This Accelerator was created before the model was loaded with megatron_config, so it gives every rank "
-            "different batches. Create it after the model, pass it megatron_lm_plugin=MegatronPlugin(...), or launch "
-            "with an accelerate YAML of type MEGATRON_LM, in a new process, because Accelerate keeps the layout of the "
-            "first Accelerator."
+            "This Accelerator was created before the model was loaded with megatron_config, so it does not know which "
+            "ranks share batches and gradients. Create it after the model, pass it "
+            "megatron_lm_plugin=MegatronPlugin(...), or launch with an accelerate YAML of type MEGATRON_LM, in a new "
+            "process, because Accelerate keeps the layout of the first Accelerator."
         )
     _require_same_layout(self, state.config)
     if state.pipeline is not None and self.scaler is not None:

@@ -42,6 +42,7 @@ from ...errors import ConfigError, UnsupportedError
 from ...models.layers import LayerSequence
 from ...parallel_state import ParallelState, parallel_state
 from ...parallelize import install, parallel_hooks, parallel_plan, place, plan_verified
+from ...pipeline_parallel.off_stage_module import Placeholder
 from ..accelerate.environment import job_world_size
 from ..accelerate.process_group import ensure_process_group
 from ..accelerate.replicas import announce_replicas
@@ -355,6 +356,9 @@ def initialize_missing_keys(original: Callable, self: Any, *args: Any, **kwargs:
         # DTensor follow the old parameter.
         if isinstance(parameter, DTensor) and parameter.is_floating_point():
             parameter.requires_grad_(True)
+    for module in self.modules():
+        if isinstance(module, Placeholder):
+            module.unfreeze()
     initialize_missing(self, state, missing)
     result = original(self, *args, **kwargs)
     # Users may draw these weights again with `model.apply(model._init_weights)`, which skips marked parameters.

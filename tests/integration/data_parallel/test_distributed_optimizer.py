@@ -6,10 +6,11 @@ import pickle
 
 import pytest
 import torch
+import torch.distributed as dist
 from accelerate import Accelerator
 from torch.optim.lr_scheduler import ExponentialLR
 
-from hf_megatron import ConfigError, MegatronConfig, UnsupportedError, prepare_optimizer
+from hf_megatron import CheckpointError, ConfigError, MegatronConfig, UnsupportedError, prepare_optimizer
 from hf_megatron.checkpoint.initialize import local_part
 from hf_megatron.core.fork_harness import run_ranks
 from hf_megatron.data_parallel import bucket_assignment, grad_reducer, optimizer_classes
@@ -698,5 +699,35 @@ def test_prepared_optimizer_cannot_be_copied(stories, text):
         for take in (copy.deepcopy, pickle.dumps):
             with pytest.raises(UnsupportedError, match="cannot be copied or pickled"):
                 take(optimizer)
+
+    run_ranks(on_rank, 2)
+
+
+@pytest.mark.parametrize("text", ["dp2", "tp2", "dp2+zero3"])
+def test_state_dict_of_another_rank_is_rejected(stories, text):
+    """As after `if rank == 0: torch.save(optimizer.state_dict(), file)`."""
+
+    def on_rank():
+        model = load_model(stories, parse_layout(text))
+        optimizer = prepare_optimizer(adamw(model.parameters()))
+        train(model, optimizer, steps=1)
+        states = [None, None]
+        dist.all_gather_object(states, optimizer.state_dict())
+        optimizer.load_state_dict(states[dist.get_rank()])
+        with pytest.raises(CheckpointError, match="another rank's or layout's shard of .* use accelerator.save_state"):
+            optimizer.load_state_dict(states[1 - dist.get_rank()])
+
+    run_ranks(on_rank, 2)
+
+
+def test_state_dict_of_a_replica_is_accepted(stories):
+    """Without ZeRO every data-parallel rank has the full state."""
+
+    def on_rank():
+        model = load_model(stories, parse_layout("dp2+zero0"))
+        optimizer = prepare_optimizer(adamw(model.parameters()))
+        states = [None, None]
+        dist.all_gather_object(states, optimizer.state_dict())
+        optimizer.load_state_dict(states[1 - dist.get_rank()])
 
     run_ranks(on_rank, 2)

@@ -8,6 +8,7 @@ from transformers import CONFIG_MAPPING, EncoderDecoderConfig
 from transformers.modeling_outputs import BaseModelOutput
 
 from hf_megatron.core.fork_harness import run_ranks
+from hf_megatron.core.off_stage import local_named_parameters
 from hf_megatron.errors import RankError
 from hf_megatron.models.verification_gate import ConfigUnderTest
 from hf_megatron.pipeline_parallel.boundary import ENCODED, HIDDEN_STATES, StageBoundary
@@ -44,6 +45,36 @@ def test_every_partition_matches_single_process(model_type):
         layout = ConfigUnderTest(pp_size=2, pipeline_partition=(first, layers - first))
         comparison = check_tiny_model(get_tiny_model(model_type), layout)
         assert comparison.passed, (first, comparison.report())
+
+
+def test_inputs_that_the_model_fills_in_place():
+    """FSMT makes decoder inputs of its source tokens, and fills ignored entries in place."""
+    config = CONFIG_MAPPING["fsmt"]()
+
+    def run(**layout):
+        model = make_tiny_model(config, task="seq2seq", microbatches=2).load(**layout).train()
+        ids = torch.arange(48).view(4, 12) % 60 + 3
+        loss = model(input_ids=ids, labels=ids.clone()).loss
+        loss.backward()
+        gradients = (parameter.grad for _, parameter in local_named_parameters(model) if parameter.grad is not None)
+        return loss.item(), sum(gradient.square().sum().item() for gradient in gradients)
+
+    [(expected_loss, expected_norm)] = run_ranks(run, 1)
+    results = run_ranks(run, 2, megatron_config=ConfigUnderTest(pp_size=2))
+    assert [loss for loss, _ in results] == [pytest.approx(expected_loss, rel=1e-5)] * 2
+    assert sum(norm for _, norm in results) == pytest.approx(expected_norm, rel=1e-4)
+
+
+@pytest.mark.parametrize("model_type", ["pegasus", "marian"])
+def test_frozen_positions_are_trainable_on_every_stage(model_type):
+    """The stock loader replaces the parameters that the class froze."""
+
+    def run(**layout):
+        model = make_tiny_model(CONFIG_MAPPING[model_type](), task="seq2seq", microbatches=2).load(**layout)
+        return {name: parameter.requires_grad for name, parameter in model.named_parameters()}
+
+    [expected] = run_ranks(run, 1)
+    assert run_ranks(run, 2, megatron_config=ConfigUnderTest(pp_size=2)) == [expected] * 2
 
 
 def test_expert_dict_with_sequence_parallelism():
@@ -135,6 +166,15 @@ def test_layouts_match_single_process(model_type, layout):
 )
 @pytest.mark.parametrize("model_type", TYPES)
 def test_generation_matches_single_process(model_type, layout):
+    require_same_tokens(model_type, layout)
+
+
+def test_generation_with_experts_in_both_stacks():
+    """The decoder copies the encoder's router logits, which only training reads."""
+    require_same_tokens("switch_transformers", {"pp_size": 2})
+
+
+def require_same_tokens(model_type, layout):
     batch = get_tiny_model(model_type).batches[0]
     prompt = {name: batch[name] for name in ("input_ids", "attention_mask") if name in batch}
     fixed = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None, "decoder_start_token_id": 1}
