@@ -1,5 +1,6 @@
 """The package version, read by the build and the CLI, and the supported versions of upstream libraries."""
 
+import os
 import re
 import sys
 import warnings
@@ -60,9 +61,9 @@ def is_for_other_version(target: str) -> bool:
 
 
 def warn_unchecked_versions() -> None:
-    """Warns once per imported library whose version is outside the checked range."""
+    """Warns on the first rank, once per imported library whose version is outside the checked range."""
     for library in CHECKED:
-        if library in sys.modules:
+        if library in sys.modules and os.environ.get("RANK", "0") == "0":
             _warn_unchecked_version(library, installed_version(library))
 
 

@@ -5,18 +5,30 @@ import re
 
 import pytest
 
+from hf_megatron.compat import versions
 from hf_megatron.compat.versions import CHECKED
 from tests.matrix import COMBINATIONS, NEWEST, OLDEST, load_rows, outcomes, render_table
 from tests.structure import ROOT
 
 
 def test_pip_version_ranges_match_checked_versions():
-    # Python 3.10 has no TOML parser.
     project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
     for library, (first, last) in CHECKED.items():
         match = re.search(rf'^ *"{library}>=([\d.]+),<(\d+)\.(\d+)",$', project, re.MULTILINE)
         assert match is not None, library
         assert (match[1], f"{match[2]}.{int(match[3]) - 1}") == (first, last), library
+
+
+@pytest.mark.parametrize(("rank", "warns"), [(None, True), ("0", True), ("1", False)])
+def test_only_the_first_rank_warns_of_untested_versions(rank, warns, monkeypatch, recwarn):
+    monkeypatch.delenv("RANK", raising=False)
+    if rank is not None:
+        monkeypatch.setenv("RANK", rank)
+    monkeypatch.setattr(versions, "installed_version", lambda library: "99.1")
+    versions._warn_unchecked_version.cache_clear()
+    versions.warn_unchecked_versions()
+    versions._warn_unchecked_version.cache_clear()
+    assert any("was not tested with torch 99.1" in str(warning.message) for warning in recwarn) == warns
 
 
 def test_every_supported_version_is_in_the_matrix():
