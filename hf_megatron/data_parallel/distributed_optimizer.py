@@ -466,13 +466,14 @@ class _TakenOver:
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         own_shards = {leaf.name: leaf.describe_shard() for leaf in self._hf_megatron.leaves}
+        # State dicts that users made themselves have no shards to compare.
         saved_shards = state_dict.get(SHARDS, {})
-        others = [name for name, shard in saved_shards.items() if own_shards.get(name, shard) != shard]
-        if others:
+        mismatched = [name for name, shard in saved_shards.items() if own_shards.get(name, shard) != shard]
+        if mismatched:
             raise CheckpointError(
-                f"This optimizer state dict has another rank's or layout's shard of {others[0]} (and {len(others) - 1} "
-                "more). Save and load optimizer.state_dict() on every rank, or use accelerator.save_state() or "
-                "Trainer's checkpoints, which load on any layout."
+                f"This optimizer state dict has another rank's or layout's shard of {mismatched[0]} (and "
+                f"{len(mismatched) - 1} more). Save and load optimizer.state_dict() on every rank, or use "
+                "accelerator.save_state() or Trainer's checkpoints, which load on any layout."
             )
         index_of = {leaf.name: index for index, leaf in enumerate(self._hf_megatron.leaves)}
         named = [name for group in state_dict["param_groups"] for name in group["params"]]

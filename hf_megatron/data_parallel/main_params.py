@@ -55,9 +55,9 @@ class MainParam:
         return self.full is not None or (is_local and not self.flat)
 
     def describe_shard(self) -> list[int]:
-        """Returns what tells this rank's shard from another rank's: the entries, and the place in the device mesh."""
+        """Returns an id of this rank's shard: entries and mesh coordinates, or whether it updates the full tensor."""
         if self.full is not None:
-            return []
+            return [int(self.full.tensor.shape == self.parameter.shape)]
         mesh, placements = getattr(self.parameter, "device_mesh", None), getattr(self.parameter, "placements", ())
         coordinate = () if mesh is None else mesh.get_coordinate() or ()
         place = (index for index, where in zip(coordinate, placements, strict=False) if not where.is_replicate())

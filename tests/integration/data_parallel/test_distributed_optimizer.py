@@ -703,13 +703,17 @@ def test_prepared_optimizer_cannot_be_copied(stories, text):
     run_ranks(on_rank, 2)
 
 
-@pytest.mark.parametrize("text", ["dp2", "tp2", "dp2+zero3"])
-def test_state_dict_of_another_rank_is_rejected(stories, text):
-    """As after `if rank == 0: torch.save(optimizer.state_dict(), file)`."""
+def make_muon(parameters):
+    return torch.optim.Muon([parameter for parameter in parameters if parameter.ndim == 2], lr=1e-3)
+
+
+@pytest.mark.parametrize(("text", "make"), [("dp2", adamw), ("tp2", adamw), ("dp2+zero3", adamw), ("dp2", make_muon)])
+def test_state_dict_of_another_rank_is_rejected(stories, text, make):
+    """As after `if rank == 0: torch.save(optimizer.state_dict(), file)`; Muon's full parameters have one owner each."""
 
     def on_rank():
         model = load_model(stories, parse_layout(text))
-        optimizer = prepare_optimizer(adamw(model.parameters()))
+        optimizer = prepare_optimizer(make(model.parameters()))
         train(model, optimizer, steps=1)
         states = [None, None]
         dist.all_gather_object(states, optimizer.state_dict())
